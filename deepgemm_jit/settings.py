@@ -1,0 +1,118 @@
+"""Every setting of the package, typed, with the place its value came from.
+
+Settings are read on first use, never at import, and parsed strictly: a value that means nothing raises
+:class:`~deepgemm_jit.errors.SettingError` instead of being read as its opposite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from deepgemm_jit.errors import SettingError
+
+PREFIX = "DEEPGEMM_JIT_"
+CompilePolicy = Literal["auto", "warn", "never"]
+COMPILE_POLICIES: tuple[CompilePolicy, ...] = ("auto", "warn", "never")
+
+
+class _Meaningless(ValueError):
+    """A parser's refusal; its text says what is needed."""
+
+
+def _parse_path(text: str) -> Path:
+    if not text.strip():
+        raise _Meaningless("a directory path (unset the variable for the default)")
+    path = Path(text)
+    if not path.is_absolute():
+        raise _Meaningless("an absolute directory path")
+    return path
+
+
+def _parse_policy(text: str) -> CompilePolicy:
+    for policy in COMPILE_POLICIES:
+        if text == policy:
+            return policy
+    raise _Meaningless("one of " + ", ".join(COMPILE_POLICIES))
+
+
+def _parse_count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise _Meaningless("a whole number of at least 1")
+    return int(text)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise _Meaningless("a number of seconds of at least 0")
+    return seconds
+
+
+def _setting(default: Any, parse: Callable[[str], Any], help_: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help_})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The effective settings; ``origins`` says for each name that is not a default where it came from."""
+
+    cache_dir: Path | None = _setting(None, _parse_path, "root of the store; default: the platform's user cache dir")
+    lock_dir: Path | None = _setting(None, _parse_path, "node-local folder of lock files; default: a per-user temp folder")
+    compile: CompilePolicy = _setting("auto", _parse_policy, "auto: compile what is missing; warn: and log it; never: refuse")
+    jobs: int | None = _setting(None, _parse_count, "compile processes of a warm-up; default: the CPUs of this process")
+    lock_timeout_s: float = _setting(120.0, _parse_seconds, "longest wait for another process's compile of the same kernel")
+    trust_root: Path | None = _setting(None, _parse_path, "a store root to trust although another user owns it")
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Return where the value of ``name`` came from: "default", "argument" or the variable's name."""
+        return self.origins.get(name, "default")
+
+
+def setting_names() -> tuple[str, ...]:
+    """Return the names of all settings, in the order of the documentation."""
+    return tuple(f.name for f in fields(Settings) if f.name != "origins")
+
+
+def help_for(name: str) -> str:
+    """Return the one-line explanation of a setting."""
+    return str(next(f for f in fields(Settings) if f.name == name).metadata["help"])
+
+
+def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+    """Read the settings of this moment.
+
+    Args:
+        environ: the environment to read; default ``os.environ``.
+        overrides: values that win over the environment, already typed; ``None`` means "not given".
+
+    Raises:
+        SettingError: a variable holds a value that means nothing, or a ``DEEPGEMM_JIT_`` variable is not known.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    known = {PREFIX + f.name.upper(): f for f in fields(Settings) if f.name != "origins"}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX):
+            continue
+        setting = known.get(variable)
+        if setting is None:
+            raise SettingError(name=variable, value=text, origin="the environment", needed="one of " + ", ".join(known))
+        try:
+            values[setting.name] = setting.metadata["parse"](text)
+        except _Meaningless as refusal:
+            raise SettingError(name=variable, value=text, origin="the environment", needed=str(refusal)) from None
+        origins[setting.name] = variable
+    for name, value in overrides.items():
+        if value is not None:
+            values[name] = value
+            origins[name] = "argument"
+    return Settings(**values, origins=origins)

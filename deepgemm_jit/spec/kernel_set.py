@@ -1,0 +1,80 @@
+"""The closed set of kernels of each arch: all that selection can return and all that a warm-up builds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from deepgemm_jit.spec.kernel import CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, KernelSpec
+from deepgemm_jit.spec.problem import arch_named
+
+BLOCK_K = 128
+"""One k-block is one column of scales and one 128-byte swizzled row."""
+
+_MAX_STAGES = 8
+
+# (block_m, block_n). block_n divides 128, so that one tile meets one B scale per k-block; 64-row tiles keep one consumer
+# warpgroup busy while weights stream, 128-row tiles feed two, and 256 rows (two per warpgroup) halve the reads of B.
+FP8_GEMM_TILES: tuple[tuple[int, int], ...] = (
+    (64, 16),
+    (64, 32),
+    (64, 64),
+    (64, 128),
+    (128, 16),
+    (128, 32),
+    (128, 64),
+    (128, 128),
+    (256, 128),
+)
+CAST_DTYPES = ("bf16", "f32")
+CAST_BLOCK = 128
+SCALE_LAYOUT_BLOCK = (64, 32)
+
+
+def gemm_threads(block_m: int) -> int:
+    """Return the threads of a GEMM block: the producer's warpgroup and one consumer warpgroup per 64 rows, at most two."""
+    return 128 * (1 + min(2, block_m // 64))
+
+
+def gemm_epilogue_bytes(block_m: int, block_n: int) -> int:
+    """Return the shared memory in which consumer warps turn fragments into rows: 16 rows of up to 64 columns a warp, padded."""
+    warps = 4 * min(2, block_m // 64)
+    return warps * 16 * 2 * (min(block_n, 64) + 8)
+
+
+def gemm_shared_memory_bytes(block_m: int, block_n: int, stages: int) -> int:
+    """Return the dynamic shared memory of one GEMM block, 1024 bytes of alignment slack included.
+
+    A stage is an A tile, a B tile, block_m A scales and one B scale (padded to 128 bytes). Beside the stages lie the epilogue's
+    rows, two barriers a stage and the tile counts of the groups.
+    """
+    scales = max(block_m * 4, 128) + 128
+    stage = (block_m + block_n) * BLOCK_K + scales
+    return 1024 + stages * stage + gemm_epilogue_bytes(block_m, block_n) + 256 + 4 * (MAX_GROUPS + 4)
+
+
+MAX_GROUPS = 1024
+"""Groups a grouped GEMM may have when their tiles are counted in shared memory."""
+
+
+@cache
+def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
+    """Return every kernel of ``arch``, in the order of a warm-up.
+
+    Raises:
+        UnsupportedError: there are no kernels for this arch.
+    """
+    known = arch_named(arch)
+    gemms = tuple(_fp8_gemm(arch, known.shared_memory_bytes, *tile) for tile in FP8_GEMM_TILES)
+    casts = tuple(KernelSpec(CAST_TO_FP8, arch, (dtype, "e4m3"), (CAST_BLOCK,)) for dtype in CAST_DTYPES)
+    return (*gemms, *casts, KernelSpec(SCALE_LAYOUT, arch, ("f32",), SCALE_LAYOUT_BLOCK))
+
+
+@cache
+def kernels_by_name(arch: str) -> dict[str, KernelSpec]:
+    """Return the kernel set of ``arch`` by name."""
+    return {spec.name: spec for spec in kernel_set(arch)}
+
+
+def _fp8_gemm(arch: str, shared_memory_bytes: int, block_m: int, block_n: int) -> KernelSpec:
+    stages = max(s for s in range(1, _MAX_STAGES + 1) if gemm_shared_memory_bytes(block_m, block_n, s) <= shared_memory_bytes)
+    return KernelSpec(FP8_GEMM, arch, ("e4m3", "e4m3", "bf16"), (block_m, block_n, BLOCK_K), stages)

@@ -1,0 +1,125 @@
+"""What a call asks for (a problem) and what the device allows (its limits)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from deepgemm_jit.errors import UnsupportedError
+
+
+class Layout(Enum):
+    """How the rows of A are spread over the groups of B; the value is what the device code is given."""
+
+    DENSE = 0
+    CONTIGUOUS = 1
+    """One A of all groups; int32 group index per row, -1 for rows that belong to none."""
+    PREFIX_SUMS = 2
+    """One A of all groups; int32 end row per group, each group starting at the next multiple of the alignment."""
+    MASKED = 3
+    """One A per group of max_m rows; int32 row count per group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmProblem:
+    """One call of ``D = A @ B.T``.
+
+    Attributes:
+        m: rows of A; for ``MASKED`` the rows expected in a group (a hint, never a bound).
+        n: rows of B and columns of D, a multiple of 8.
+        k: columns of A and B, a multiple of 16.
+        groups: number of B matrices, 1 when dense.
+        layout: how rows map to groups.
+        alignment: multiple of rows at which groups start in the contiguous layouts.
+        dtypes: of A, B and D.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    layout: Layout = Layout.DENSE
+    alignment: int = 128
+    dtypes: tuple[str, str, str] = ("e4m3", "e4m3", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class CastProblem:
+    """One call of the per-token cast to FP8; the size never matters to selection."""
+
+    dtype: str
+    """Of the input: "bf16" or "f32"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLayoutProblem:
+    """One call of the kernel that turns row-major A scales into M-major ones."""
+
+
+Problem = GemmProblem | CastProblem | ScaleLayoutProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a device, or a part of one, offers.
+
+    Attributes:
+        arch: compiler target, for example ``sm_90a``.
+        sms: SMs that the context may use.
+        shared_memory_bytes: dynamic shared memory a block may ask for.
+    """
+
+    arch: str
+    sms: int
+    shared_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """A compiler target and the largest device of it."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    max_sms: int
+    shared_memory_bytes: int
+
+
+# Shared memory per block: CUDA C++ Programming Guide, table of technical specifications per compute capability (227 KB on 9.0).
+# 132 SMs is the largest Hopper part sold; a device with more is still served, its plan takes --sms.
+ARCHES: dict[str, Arch] = {"sm_90a": Arch("sm_90a", (9, 0), 132, 227 * 1024)}
+
+
+def arch_named(name: str) -> Arch:
+    """Return the arch called ``name``.
+
+    Raises:
+        UnsupportedError: there are no kernels for it; names those there are.
+    """
+    arch = ARCHES.get(name)
+    if arch is None:
+        raise UnsupportedError(given=f"arch {name!r}", supported=", ".join(ARCHES), advice=_arch_advice(name))
+    return arch
+
+
+def arch_of(compute_capability: tuple[int, int]) -> Arch:
+    """Return the arch that serves a compute capability, by an explicit list: an unknown one is refused, never guessed.
+
+    Raises:
+        UnsupportedError: no arch of this package runs on it.
+    """
+    for arch in ARCHES.values():
+        if arch.compute_capability == compute_capability:
+            return arch
+    listed = ", ".join(f"{arch.name} (compute capability {'.'.join(map(str, arch.compute_capability))})" for arch in ARCHES.values())
+    raise UnsupportedError(given="compute capability " + ".".join(map(str, compute_capability)), supported=listed)
+
+
+def limits_of(arch: str, sms: int | None = None) -> Limits:
+    """Return the limits of a device of ``arch`` with ``sms`` SMs (default: the largest one), without a GPU."""
+    known = arch_named(arch)
+    return Limits(arch, known.max_sms if sms is None else sms, known.shared_memory_bytes)
+
+
+def _arch_advice(name: str) -> str:
+    near = [known for known in ARCHES if name.rstrip("af") == known.rstrip("af")]
+    return f"Did you mean {near[0]}? Its kernels need the arch-specific suffix" if near else ""

@@ -47,7 +47,11 @@ class KernelSpec:
         ]
         if list(self.flags) != sorted(set(self.flags)):
             faults.append(f"flags {self.flags!r} must be sorted and different")
-        for what, number, least in (("stages", self.stages, 0), ("cluster", self.cluster, 1), *(("block", b, 1) for b in self.block)):
+        for what, number, least in (
+            ("stages", self.stages, 0),
+            ("cluster", self.cluster, 1),
+            *(("block", b, 1) for b in self.block),
+        ):
             if type(number) is not int or number < least:
                 faults.append(f"{what} {number!r} must be a whole number of at least {least}")
         if faults:
@@ -86,7 +90,7 @@ class KernelSpec:
             OperandError: the text is not one that :attr:`text` gives.
         """
         try:
-            keys, values = zip(*(part.split("=", 1) for part in text.split(";")), strict=True)
+            _, values = zip(*(part.split("=", 1) for part in text.split(";")), strict=True)
             family, arch, dtypes, block, stages, cluster, flags = values
             spec = cls(
                 family=family,

@@ -110,7 +110,9 @@ def arch_of(compute_capability: tuple[int, int]) -> Arch:
     for arch in ARCHES.values():
         if arch.compute_capability == compute_capability:
             return arch
-    listed = ", ".join(f"{arch.name} (compute capability {'.'.join(map(str, arch.compute_capability))})" for arch in ARCHES.values())
+    listed = ", ".join(
+        f"{arch.name} (compute capability {'.'.join(map(str, arch.compute_capability))})" for arch in ARCHES.values()
+    )
     raise UnsupportedError(given="compute capability " + ".".join(map(str, compute_capability)), supported=listed)
 
 

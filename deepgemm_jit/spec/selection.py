@@ -52,7 +52,9 @@ def breakpoints(problem: GemmProblem, max_m: int, arch_sms: Iterable[int]) -> li
     return [(m, count) for m in firsts for count in sms if m <= max_m]
 
 
-def reachable(problem: GemmProblem, max_m: int, arch: str, shared_memory_bytes: int, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
+def reachable(
+    problem: GemmProblem, max_m: int, arch: str, shared_memory_bytes: int, arch_sms: Iterable[int]
+) -> tuple[KernelSpec, ...]:
     """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted."""
     found = {
         select(replace(problem, m=m), Limits(arch, sms, shared_memory_bytes)) for m, sms in breakpoints(problem, max_m, arch_sms)

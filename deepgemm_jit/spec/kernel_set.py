@@ -30,30 +30,35 @@ CAST_BLOCK = 128
 SCALE_LAYOUT_BLOCK = (64, 32)
 
 
-def gemm_threads(block_m: int) -> int:
-    """Return the threads of a GEMM block: the producer's warpgroup and one consumer warpgroup per 64 rows, at most two."""
-    return 128 * (1 + min(2, block_m // 64))
-
-
-def gemm_epilogue_bytes(block_m: int, block_n: int) -> int:
-    """Return the shared memory in which consumer warps turn fragments into rows: 16 rows of up to 64 columns a warp, padded."""
-    warps = 4 * min(2, block_m // 64)
-    return warps * 16 * 2 * (min(block_n, 64) + 8)
-
-
-def gemm_shared_memory_bytes(block_m: int, block_n: int, stages: int) -> int:
-    """Return the dynamic shared memory of one GEMM block, 1024 bytes of alignment slack included.
-
-    A stage is an A tile, a B tile, block_m A scales and one B scale (padded to 128 bytes). Beside the stages lie the epilogue's
-    rows, two barriers a stage and the tile counts of the groups.
-    """
-    scales = max(block_m * 4, 128) + 128
-    stage = (block_m + block_n) * BLOCK_K + scales
-    return 1024 + stages * stage + gemm_epilogue_bytes(block_m, block_n) + 256 + 4 * (MAX_GROUPS + 4)
-
-
 MAX_GROUPS = 1024
 """Groups a grouped GEMM may have when their tiles are counted in shared memory."""
+
+_BARRIER_BYTES = 256
+"""Two barriers and one B scale for each of at most 8 stages."""
+
+_SMALL_THREADS = 256
+
+
+def threads(spec: KernelSpec) -> int:
+    """Return the threads of a block: for a GEMM the producer's warpgroup and one consumer warpgroup per 64 rows, at most two."""
+    return 128 * (1 + _consumers(spec.block[0])) if spec.family == FP8_GEMM else _SMALL_THREADS
+
+
+def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
+    """Return the dynamic shared memory that a launch of ``spec`` asks for."""
+    return _gemm_shared_memory_bytes(*spec.block[:2], spec.stages) if spec.family == FP8_GEMM else 0
+
+
+def _consumers(block_m: int) -> int:
+    return min(2, block_m // 64)
+
+
+def _gemm_shared_memory_bytes(block_m: int, block_n: int, stages: int) -> int:
+    # As laid out in kernels_src/include/dj/kernels/fp8_gemm_1d2d.cuh, which asserts this very sum: slack to align to 1024 bytes,
+    # stages of an A tile, a B tile and A scales, a padded strip of 16 rows per consumer warp, barriers, tile counts of groups.
+    stage = (block_m + block_n) * BLOCK_K + block_m * 4
+    strips = 4 * _consumers(block_m) * 16 * 2 * (min(block_n, 64) + 8)
+    return 1024 + stages * stage + strips + _BARRIER_BYTES + 4 * (MAX_GROUPS + 4)
 
 
 @cache
@@ -76,5 +81,5 @@ def kernels_by_name(arch: str) -> dict[str, KernelSpec]:
 
 
 def _fp8_gemm(arch: str, shared_memory_bytes: int, block_m: int, block_n: int) -> KernelSpec:
-    stages = max(s for s in range(1, _MAX_STAGES + 1) if gemm_shared_memory_bytes(block_m, block_n, s) <= shared_memory_bytes)
+    stages = max(s for s in range(1, _MAX_STAGES + 1) if _gemm_shared_memory_bytes(block_m, block_n, s) <= shared_memory_bytes)
     return KernelSpec(FP8_GEMM, arch, ("e4m3", "e4m3", "bf16"), (block_m, block_n, BLOCK_K), stages)

@@ -1,0 +1,133 @@
+"""The one path from a spec to a cubin: store, lock, store again, render, compile, publish."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deepgemm_jit.compiler import compile_options, compile_source, nvrtc_info
+from deepgemm_jit.cubin import Cubin
+from deepgemm_jit.errors import KernelNotBuiltError, ToolchainError
+from deepgemm_jit.frontend import render
+from deepgemm_jit.settings import CompilePolicy, Settings, read_settings
+from deepgemm_jit.spec import KernelSpec
+from deepgemm_jit.store import Store, request_key
+
+logger = logging.getLogger("deepgemm_jit.build")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that decides a cubin besides the compiler's version: what the request key covers."""
+
+    spec: KernelSpec
+    source: str
+    headers: Mapping[str, str]
+    options: tuple[str, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A cubin and how it came."""
+
+    cubin: Cubin
+    outcome: Literal["compiled", "cached"]
+    stored: bool
+    """False when the store could not be written: the cubin lives in this process only."""
+    seconds: float
+
+
+class Builder:
+    """Builds specs through one store under one compile policy.
+
+    Args:
+        settings: default: those of this moment.
+        store: default: the one that the settings name.
+    """
+
+    def __init__(self, settings: Settings | None = None, store: Store | None = None) -> None:
+        self.settings = read_settings() if settings is None else settings
+        self.store = Store.open(self.settings) if store is None else store
+        self._requests: dict[KernelSpec, Request] = {}
+        self._threads = threading.Lock()
+
+    def set_policy(self, policy: CompilePolicy) -> None:
+        """Change the compile policy for all builds that follow."""
+        self.settings = replace(self.settings, compile=policy)
+
+    def request(self, spec: KernelSpec) -> Request:
+        """Render ``spec`` and return what its key covers; compiles nothing, needs no NVRTC."""
+        request = self._requests.get(spec)
+        if request is None:
+            source = render(spec)
+            options = compile_options(spec.arch)
+            key = request_key(arch=spec.arch, source=source.text, headers=source.headers, entry=source.entry, options=options)
+            request = self._requests[spec] = Request(spec, source.text, source.headers, options, key)
+        return request
+
+    def try_cached(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Cubin | None:
+        """Return the stored cubin of ``spec``, or None; compiles nothing, needs no NVRTC."""
+        return self._stored(self.request(spec), max_cuda_major)
+
+    def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Built:
+        """Return the cubin of ``spec``.
+
+        Args:
+            spec: a member of a kernel set.
+            max_cuda_major: newest CUDA major that the driver at hand can load; None when no driver is asked.
+
+        Raises:
+            KernelNotBuiltError: the policy is "never" and the store has no cubin.
+            CompileError, ToolchainError: NVRTC refused the source, or cannot be used.
+        """
+        start = time.perf_counter()
+        request = self.request(spec)
+        cubin = self._stored(request, max_cuda_major)
+        if cubin is not None:
+            return Built(cubin, "cached", True, time.perf_counter() - start)
+        if self.settings.compile == "never":
+            command = f"deepgemm-jit warmup --arch {spec.arch}"
+            raise KernelNotBuiltError(kernel=spec.name, store=self.store.describe(), command=command)
+        if self.settings.compile == "warn":
+            logger.warning("compiling %s now: no warm-up had built it", spec.name, stack_info=True)
+        # The lock in the process keeps its threads from waiting on each other's file lock, which one process holds as a whole.
+        with self._threads, self.store.lock(request.key):
+            # Another process may have published while this one waited.
+            cubin = self._stored(request, max_cuda_major)
+            if cubin is not None:
+                return Built(cubin, "cached", True, time.perf_counter() - start)
+            compiled = compile_source(
+                source=request.source, headers=request.headers, entry=spec.name, arch=spec.arch, options=request.options
+            )
+            for advisory in compiled.advisories:
+                logger.warning("ptxas reports %s for %s: it will run slower than it should", advisory, spec.name)
+            stored = self.store.put(request.key, compiled.cubin, spec_text=spec.text)
+        seconds = time.perf_counter() - start
+        logger.info("compiled %s in %.2f s", spec.name, seconds)
+        return Built(compiled.cubin, "compiled", stored, seconds)
+
+    def _stored(self, request: Request, max_cuda_major: int | None) -> Cubin | None:
+        return self.store.get(
+            request.key, spec_text=request.spec.text, nvrtc_version=_nvrtc_version(), max_cuda_major=max_cuda_major
+        )
+
+
+def build(spec: KernelSpec, settings: Settings | None = None) -> Cubin:
+    """Return the cubin of ``spec``: from the store, or compiled and stored. No GPU is needed.
+
+    Raises:
+        KernelNotBuiltError, CompileError, ToolchainError: see :meth:`Builder.build`.
+    """
+    return Builder(settings).build(spec).cubin
+
+
+def _nvrtc_version() -> str | None:
+    try:
+        return nvrtc_info().version
+    except ToolchainError:
+        return None  # a store filled elsewhere serves a machine without NVRTC

@@ -1,0 +1,64 @@
+"""The WGMMA instruction wrappers of CUTLASS: one struct is cut out of the installed header, nothing else of it is compiled."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from deepgemm_jit.errors import ToolchainError, UnsupportedError
+
+PACKAGE = "nvidia-cutlass"
+HEADER = "cute/arch/mma_sm90_gmma.hpp"
+_FIX = f"Install it with: pip install --force-reinstall {PACKAGE}"
+
+
+def header_path() -> Path:
+    """Return the path of the header that holds the wrappers.
+
+    Raises:
+        ToolchainError: the package is not installed, or its header is missing.
+    """
+    try:
+        files = distribution(PACKAGE).files or []
+    except PackageNotFoundError as cause:
+        raise ToolchainError(missing=f"package {PACKAGE}", looked_for=HEADER, fix=_FIX) from cause
+    for file in files:
+        if file.as_posix().endswith("/include/" + HEADER):
+            path = Path(str(file.locate()))
+            if path.is_file():
+                return path
+    raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX)
+
+
+@cache
+def _header() -> str:
+    path = header_path()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX) from cause
+
+
+def wrapper_name(block_n: int) -> str:
+    """Return the name of the wrapper for 64 x ``block_n`` x 32 products of E4M3 from shared memory."""
+    return f"MMA_64x{block_n}x32_F32E4M3E4M3_SS_TN"
+
+
+@cache
+def wrapper_for(name: str) -> str:
+    """Return the text of one wrapper struct with its template line.
+
+    Raises:
+        ToolchainError: the header cannot be read, or does not look as expected.
+        UnsupportedError: the header has no such wrapper.
+    """
+    text = _header()
+    start = re.search(rf"^template <[^<>;{{}}]*>\nstruct {re.escape(name)}\n", text, re.MULTILINE)
+    if start is None:
+        raise UnsupportedError(given=f"WGMMA wrapper {name}", supported=f"the wrappers of {HEADER}")
+    end = text.find("\n};\n", start.end())
+    if end < 0:
+        raise ToolchainError(missing=f"the end of {name} in {HEADER}", looked_for="a line '};'", fix=_FIX)
+    return text[start.start() : end + len("\n};\n")]

@@ -1,0 +1,32 @@
+// Asynchronous copies from global to shared memory. PTX ISA: "Data Movement and Conversion Instructions".
+#pragma once
+#include "dj/ptx/mbarrier.cuh"
+
+namespace dj {
+
+// The driver's CUtensorMap: opaque, passed as a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+    uint8_t bytes[128];
+};
+
+// prefetch.tensormap
+__device__ inline void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
+}
+
+// cp.async.bulk.tensor: one box of a 3D tensor; what lies outside the tensor arrives as zeros and counts as bytes all the same.
+__device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t destination, uint32_t x, uint32_t y, uint32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+            destination),
+        "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// cp.async of one float, then cp.async.mbarrier.arrive.noinc: the barrier's phase waits for the float, no thread does.
+__device__ inline void load_float(uint32_t barrier, uint32_t destination, const float* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+}  // namespace dj

@@ -1,0 +1,114 @@
+"""Locks that keep processes of one machine from compiling the same kernel at once.
+
+They only save work: what happens without them is that two processes publish the same bytes. So no failure here is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import Timeout, UnixFileLock
+
+from deepgemm_jit.errors import StoreError
+from deepgemm_jit.settings import Settings
+from deepgemm_jit.store.location import error_text, locate_locks
+
+_LOGGER = logging.getLogger("deepgemm_jit.store")
+_SAY_SO_AFTER_S = 5.0
+_MAX_HOLDER_BYTES = 256
+
+
+class Locks:
+    """The locks of one store, by name.
+
+    The kernel drops an ``flock`` with the process that holds it, so a killed holder blocks nobody and a leftover file
+    means nothing. Lock files are never unlinked: two processes could then hold one name through two inodes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._warned = False
+        self._threads: dict[str, threading.Lock] = {}
+
+    @contextmanager
+    def hold_in_process(self, name: str) -> Iterator[bool]:
+        """Exclude the other threads of this process only; yields False after the time limit."""
+        lock = self._threads.setdefault(name, threading.Lock())
+        held = lock.acquire(timeout=min(self._settings.lock_timeout_s, threading.TIMEOUT_MAX))
+        try:
+            yield held
+        finally:
+            if held:
+                lock.release()
+
+    @contextmanager
+    def hold(self, name: str, what: str) -> Iterator[bool]:
+        """Exclude other threads and processes; yields False after the time limit or where locking does not work.
+
+        Args:
+            name: the lock's file name without its suffix.
+            what: what is waited for, in words.
+        """
+        lock = self._try_acquire(name, what)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                with suppress(OSError):
+                    lock.release()
+
+    def _try_acquire(self, name: str, what: str) -> UnixFileLock | None:
+        try:
+            path = locate_locks(self._settings) / f"{name}.lock"
+            # A soft lock (a file that exists) would outlive a killed holder: no fallback to one.
+            lock = UnixFileLock(path, mode=0o600, fallback_to_soft=False, preserve_lock_file=True, on_acquired=_sign)
+            return lock if self._waited_for(lock, path, what) else None
+        except (OSError, StoreError) as error:
+            if not self._warned:
+                self._warned = True
+                text = error_text(error) if isinstance(error, OSError) else str(error)
+                _LOGGER.warning("locks do not work, other processes may compile the same kernels: %s", text)
+            return None
+
+    def _waited_for(self, lock: UnixFileLock, path: Path, what: str) -> bool:
+        limit_s = min(self._settings.lock_timeout_s, threading.TIMEOUT_MAX)
+        start_s = time.monotonic()
+        with suppress(Timeout):
+            lock.acquire(timeout=min(limit_s, _SAY_SO_AFTER_S))
+            return True
+        if limit_s > _SAY_SO_AFTER_S:
+            _LOGGER.warning("waiting for %s, which %s is building (lock %s)", what, _holder(path), path)
+            with suppress(Timeout):
+                lock.acquire(timeout=limit_s - (time.monotonic() - start_s))
+                return True
+        _LOGGER.warning(
+            "gave up after %.1f s on the lock of %s, held by %s (lock %s); going on without it",
+            time.monotonic() - start_s,
+            what,
+            _holder(path),
+            path,
+        )
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    """Write this process into the lock file it holds, for those who wait; best effort."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode()[:_MAX_HOLDER_BYTES], 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_HOLDER_BYTES).decode(errors="replace").strip()
+    except OSError:
+        text = ""
+    return text if text and text.isprintable() else "an unknown process"

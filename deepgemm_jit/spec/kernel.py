@@ -45,6 +45,7 @@ class KernelSpec:
             for word in words
             if not isinstance(word, str) or not _WORD.match(word)
         ]
+        faults.extend(f"{what} must not be empty" for what in ("dtypes", "block") if not getattr(self, what))
         if list(self.flags) != sorted(set(self.flags)):
             faults.append(f"flags {self.flags!r} must be sorted and different")
         for what, number, least in (

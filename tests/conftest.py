@@ -1,0 +1,79 @@
+"""What every test shares: a private store, a clean environment, and the rules by which a ring is skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+RINGS = ("none", "nvrtc", "gpu", "multigpu", "packaging")
+GPUS_NEEDED = {"gpu": 1, "multigpu": 2}
+HOPPER = [9, 0]
+
+# No deadline: a test never fails for being slow. "nightly" looks ten times as long for the same faults.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=100)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# Asks the driver in a process of its own, so that the tests' process is one in which CUDA was never started.
+_PROBE = """
+import ctypes, json
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError as missing:
+    print(json.dumps({"found": str(missing), "capabilities": []}))
+else:
+    result, count = driver.cuInit(0), ctypes.c_int()
+    if result == 0:
+        result = driver.cuDeviceGetCount(ctypes.byref(count))
+    capabilities = []
+    for device in range(count.value):
+        pair = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            number = ctypes.c_int()
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+            pair.append(number.value)
+        capabilities.append(pair)
+    print(json.dumps({"found": f"driver result {result}, compute capabilities {capabilities}", "capabilities": capabilities}))
+"""
+
+
+@cache
+def _hopper_gpus() -> tuple[int, str]:
+    """Return how many Hopper GPUs the driver reports, and what it said."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=120)
+    answer = json.loads(probe.stdout)
+    return answer["capabilities"].count(HOPPER), answer["found"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test without exactly one ring; skip the GPU rings where the driver reports too few GPUs."""
+    homeless = []
+    for item in items:
+        rings = {marker.name for marker in item.iter_markers() if marker.name in RINGS}
+        if len(rings) != 1:
+            homeless.append(f"{item.nodeid}: {', '.join(sorted(rings)) or 'no ring'}")
+        for ring in rings & GPUS_NEEDED.keys():
+            gpus, found = _hopper_gpus()
+            if gpus < GPUS_NEEDED[ring]:
+                reason = f"ring {ring} needs {GPUS_NEEDED[ring]} GPU(s) of compute capability 9.0; found: {found}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+    if homeless:
+        raise pytest.UsageError("a test belongs to exactly one ring of " + ", ".join(RINGS) + ":\n" + "\n".join(homeless))
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test its own store and lock folder, neither of which exists yet, and none of the caller's settings."""
+    for variable in [name for name in os.environ if name.startswith("DEEPGEMM_JIT_")]:
+        monkeypatch.delenv(variable)
+    root = tmp_path / "store"
+    monkeypatch.setenv("DEEPGEMM_JIT_CACHE_DIR", str(root))
+    monkeypatch.setenv("DEEPGEMM_JIT_LOCK_DIR", str(tmp_path / "locks"))
+    return root

@@ -1,0 +1,204 @@
+"""Selection: total, closed over the kernel set, and the same for a plan as for a call."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.spec import (
+    CAST_TO_FP8,
+    FP8_GEMM,
+    MAX_GROUPS,
+    SCALE_LAYOUT,
+    CastProblem,
+    GemmProblem,
+    KernelSpec,
+    Layout,
+    Limits,
+    ScaleLayoutProblem,
+    kernel_set,
+    limits_of,
+    reachable,
+    select,
+)
+
+pytestmark = pytest.mark.none
+
+ARCH = "sm_90a"
+SM_COUNTS = (16, 78, 132, 148)
+GROUPED = (Layout.CONTIGUOUS, Layout.PREFIX_SUMS, Layout.MASKED)
+PROBLEMS_PER_CASE = 100_000 // (len(Layout) * len(SM_COUNTS))
+
+
+def _limits(sms: int = 132) -> Limits:
+    return limits_of(ARCH, sms)
+
+
+def _random_problem(chance: random.Random, layout: Layout) -> GemmProblem:
+    return GemmProblem(
+        m=chance.choice((chance.randint(0, 256), chance.randint(0, 16384), chance.randint(0, 2**31))),
+        n=8 * chance.randint(8, 4096),
+        k=16 * chance.randint(1, 2048),
+        groups=1 if layout is Layout.DENSE else chance.randint(1, 384),
+        layout=layout,
+        alignment=chance.choice((64, 128, 192, 256)),
+    )
+
+
+def _suggested(error: UnsupportedError, name: str, given: int) -> list[int]:
+    """Return the values that a refusal suggests for ``name``; the given one where it found no fault."""
+    found = re.search(rf"nearest {name}: (\d+)(?: or (\d+))?", str(error))
+    return [int(value) for value in found.groups() if value] if found else [given]
+
+
+@pytest.mark.parametrize("sms", SM_COUNTS)
+@pytest.mark.parametrize("layout", Layout)
+def test_any_valid_problem_gets_a_kernel_of_the_set(layout: Layout, sms: int) -> None:
+    chance = random.Random(f"{layout} {sms}")
+    members, limits, chosen = set(kernel_set(ARCH)), _limits(sms), set()
+    for _ in range(PROBLEMS_PER_CASE):
+        problem = _random_problem(chance, layout)
+        spec = select(problem, limits)
+        assert spec in members, problem
+        assert spec.family == FP8_GEMM
+        if layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
+            assert problem.alignment % spec.block[0] == 0, f"a tile of {spec.name} spans two groups of {problem}"
+        chosen.add(spec)
+    assert len(chosen) > 1
+
+
+def test_every_kernel_of_the_set_is_chosen_by_some_problem() -> None:
+    chance = random.Random(2)
+    chosen: set[KernelSpec] = {select(CastProblem(dtype), _limits()) for dtype in ("bf16", "f32")}
+    chosen.add(select(ScaleLayoutProblem(), _limits()))
+    for _ in range(20_000):
+        layout, sms = chance.choice(list(Layout)), chance.choice(SM_COUNTS)
+        chosen.add(select(_random_problem(chance, layout), _limits(sms)))
+    assert sorted(chosen) == sorted(kernel_set(ARCH))
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "faults"),
+    [
+        (577, 7168, ("K = 577",)),
+        (7168, 100, ("N = 100",)),
+        (100, 100, ("K = 100", "N = 100")),
+        (0, 128, ("K = 0",)),
+        (128, 4, ("N = 4",)),
+        (8, 0, ("K = 8", "N = 0")),
+        (-16, -8, ("K = -16", "N = -8")),
+        (577, -3, ("K = 577", "N = -3")),
+    ],
+)
+@pytest.mark.parametrize("layout", Layout)
+def test_a_refusal_lists_every_fault_and_what_it_suggests_passes(layout: Layout, k: int, n: int, faults: tuple[str, ...]) -> None:
+    problem = GemmProblem(m=128, n=n, k=k, layout=layout)
+    with pytest.raises(UnsupportedError) as refusal:
+        select(problem, _limits())
+    assert set(refusal.value.given.split(", ")) == set(faults)
+    for better_n in _suggested(refusal.value, "N", n):
+        for better_k in _suggested(refusal.value, "K", k):
+            assert select(replace(problem, n=better_n, k=better_k), _limits()) in kernel_set(ARCH)
+
+
+def test_random_sizes_are_served_or_refused_with_sizes_that_are_served() -> None:
+    chance = random.Random(3)
+    refused = 0
+    for _ in range(5000):
+        problem = GemmProblem(m=chance.randint(0, 9999), n=chance.randint(-64, 9999), k=chance.randint(-64, 9999))
+        try:
+            select(problem, _limits())
+        except UnsupportedError as error:
+            refused += 1
+            for n in _suggested(error, "N", problem.n):
+                for k in _suggested(error, "K", problem.k):
+                    select(replace(problem, n=n, k=k), _limits())
+        else:
+            assert problem.n % 8 == problem.k % 16 == 0
+    assert 0 < refused < 5000
+
+
+@pytest.mark.parametrize("size", ["128", 100.5, None, (128,)])
+@pytest.mark.parametrize("field", ["m", "n", "k", "groups", "alignment"])
+def test_a_size_that_is_no_whole_number_is_refused(field: str, size: object) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(repr(size))):
+        select(replace(GemmProblem(m=128, n=128, k=128), **{field: size}), _limits())
+
+
+@pytest.mark.parametrize("m", [0, -1, -5])
+def test_a_hint_of_no_rows_still_gets_a_kernel(m: int) -> None:
+    assert select(GemmProblem(m=m, n=4096, k=7168, groups=4, layout=Layout.MASKED), _limits()).block[0] == 64
+
+
+@pytest.mark.parametrize("layout", GROUPED)
+@pytest.mark.parametrize("groups", [0, -1])
+def test_no_groups_is_refused(layout: Layout, groups: int) -> None:
+    with pytest.raises(UnsupportedError, match="groups"):
+        select(GemmProblem(m=128, n=128, k=128, groups=groups, layout=layout), _limits())
+
+
+@pytest.mark.parametrize("layout", [Layout.PREFIX_SUMS, Layout.MASKED])
+def test_groups_end_where_their_tiles_are_counted_in_shared_memory(layout: Layout) -> None:
+    problem = GemmProblem(m=128, n=128, k=128, groups=MAX_GROUPS, layout=layout)
+    select(problem, _limits())
+    with pytest.raises(UnsupportedError, match=f"1 to {MAX_GROUPS} groups"):
+        select(replace(problem, groups=MAX_GROUPS + 1), _limits())
+    select(replace(problem, groups=MAX_GROUPS + 1, layout=Layout.CONTIGUOUS), _limits())
+
+
+@pytest.mark.parametrize("alignment", [0, -128, 1, 32, 96])
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.PREFIX_SUMS])
+def test_an_alignment_no_tile_divides_is_refused(layout: Layout, alignment: int) -> None:
+    with pytest.raises(UnsupportedError, match="align groups to 64 or 128"):
+        select(GemmProblem(m=128, n=128, k=128, groups=2, layout=layout, alignment=alignment), _limits())
+
+
+@pytest.mark.parametrize("dtypes", [("e5m2", "e4m3", "bf16"), ("bf16", "bf16", "bf16"), ("e4m3", "e4m3", "f32")])
+def test_dtypes_without_a_kernel_are_refused_with_those_that_have_one(dtypes: tuple[str, str, str]) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        select(GemmProblem(m=128, n=128, k=128, dtypes=dtypes), _limits())
+    assert "e4m3 x e4m3 -> bf16" in refusal.value.supported
+
+
+def test_the_small_kernels_are_chosen_by_what_they_read() -> None:
+    bf16, f32 = (select(CastProblem(dtype), _limits()) for dtype in ("bf16", "f32"))
+    assert (bf16.family, bf16.dtypes[0], f32.family, f32.dtypes[0]) == (CAST_TO_FP8, "bf16", CAST_TO_FP8, "f32")
+    assert select(ScaleLayoutProblem(), _limits()).family == SCALE_LAYOUT
+    with pytest.raises(UnsupportedError, match="bf16, f32"):
+        select(CastProblem("f16"), _limits())
+
+
+def test_an_unknown_arch_is_refused_by_selection_too() -> None:
+    with pytest.raises(UnsupportedError, match="sm_90a"):
+        select(ScaleLayoutProblem(), Limits("sm_80", 108, 163 * 1024))
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "n"),
+    [
+        *((Layout.DENSE, 1, n) for n in (64, 576, 2112, 7168, 24576)),
+        *((layout, groups, n) for layout in GROUPED for groups, n in ((1, 576), (8, 1536), (128, 2048), (256, 4096))),
+    ],
+)
+@pytest.mark.parametrize("alignment", [64, 128])
+def test_a_plan_holds_all_that_any_m_on_any_device_selects(layout: Layout, groups: int, n: int, alignment: int) -> None:
+    """Compares the plan's breakpoints with every single M; small SM counts are where many waves come early."""
+    problem = GemmProblem(m=1, n=n, k=512, groups=groups, layout=layout, alignment=alignment)
+    for sms in ((1,), (16, 78), (132, 148)):
+        for max_m in (1, 63, 64, 65, 200, 3000):
+            asked = {select(replace(problem, m=m), _limits(count)) for m in range(1, max_m + 1) for count in sms}
+            planned = reachable(problem, max_m, ARCH, _limits().shared_memory_bytes, sms)
+            assert asked <= set(planned), f"max_m {max_m}, SMs {sms}"
+            assert planned == tuple(sorted(asked)), f"max_m {max_m}, SMs {sms}: planned and never asked for"
+
+
+def test_a_plan_for_far_more_rows_than_fill_the_device_is_complete() -> None:
+    chance = random.Random(5)
+    problem = GemmProblem(m=1, n=64, k=512)
+    planned = set(reachable(problem, 2**20, ARCH, _limits().shared_memory_bytes, SM_COUNTS))
+    for _ in range(5000):
+        assert select(replace(problem, m=chance.randint(1, 2**20)), _limits(chance.choice(SM_COUNTS))) in planned

@@ -1,0 +1,93 @@
+"""Settings: strict parsing, origins, and nothing read before it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from deepgemm_jit.errors import SettingError
+from deepgemm_jit.settings import PREFIX, Settings, help_for, read_settings, setting_names
+
+pytestmark = pytest.mark.none
+
+ACCEPTED = [
+    ("CACHE_DIR", "/srv/store", Path("/srv/store")),
+    ("CACHE_DIR", "/srv/with space/store", Path("/srv/with space/store")),
+    ("LOCK_DIR", "/run/locks", Path("/run/locks")),
+    ("TRUST_ROOT", "/opt/image/store", Path("/opt/image/store")),
+    ("COMPILE", "auto", "auto"),
+    ("COMPILE", "warn", "warn"),
+    ("COMPILE", "never", "never"),
+    ("JOBS", "1", 1),
+    ("JOBS", "64", 64),
+    ("LOCK_TIMEOUT_S", "0", 0.0),
+    ("LOCK_TIMEOUT_S", "2.5", 2.5),
+]
+REFUSED = [
+    *(("COMPILE", text) for text in ("", "0", "1", "false", "true", "off", "NEVER", "Auto", " never", "never ", "yes please")),
+    *(("JOBS", text) for text in ("", "0", "-1", "+2", "two", "1.5", "1e3", " 2", "٣", "²", "0x2", "1_0")),
+    *(("LOCK_TIMEOUT_S", text) for text in ("", "-1", "nan", "inf", "-inf", "ten", "1s")),
+    *((name, text) for name in ("CACHE_DIR", "LOCK_DIR", "TRUST_ROOT") for text in ("", " ", "store", "./store", "~/store")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "value"), ACCEPTED)
+def test_a_meaningful_value_is_read(name: str, text: str, value: object) -> None:
+    settings = read_settings({PREFIX + name: text})
+    assert getattr(settings, name.lower()) == value
+    assert settings.origin(name.lower()) == PREFIX + name
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSED)
+def test_a_meaningless_value_is_refused_with_what_is_needed(name: str, text: str) -> None:
+    with pytest.raises(SettingError) as refusal:
+        read_settings({PREFIX + name: text})
+    assert refusal.value.name == PREFIX + name
+    assert refusal.value.value == text
+    assert refusal.value.needed in str(refusal.value)
+    assert refusal.value.needed
+
+
+def test_an_unknown_variable_is_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(SettingError) as refusal:
+        read_settings({PREFIX + "CAHCE_DIR": "/srv/store"})
+    assert PREFIX + "CACHE_DIR" in str(refusal.value)
+
+
+def test_other_programs_variables_are_none_of_ours() -> None:
+    assert read_settings({"DG_JIT_CACHE_DIR": "relative", "JOBS": "two"}) == Settings()
+
+
+def test_defaults_need_no_environment() -> None:
+    settings = read_settings({})
+    assert settings == Settings()
+    assert settings.compile == "auto"
+    assert {settings.origin(name) for name in setting_names()} == {"default"}
+
+
+def test_an_argument_wins_over_the_environment_and_none_means_not_given() -> None:
+    environ = {PREFIX + "JOBS": "3", PREFIX + "COMPILE": "never"}
+    settings = read_settings(environ, jobs=8, compile=None)
+    assert (settings.jobs, settings.origin("jobs")) == (8, "argument")
+    assert (settings.compile, settings.origin("compile")) == ("never", PREFIX + "COMPILE")
+
+
+def test_the_environment_is_read_when_asked_not_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "JOBS", "5")
+    before = read_settings()
+    monkeypatch.setenv(PREFIX + "JOBS", "6")
+    assert (before.jobs, read_settings().jobs) == (5, 6)
+
+
+def test_settings_cannot_be_changed_behind_the_back_of_their_owner() -> None:
+    settings = read_settings({})
+    with pytest.raises(FrozenInstanceError):
+        settings.jobs = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", setting_names())
+def test_every_setting_explains_itself_in_one_line(name: str) -> None:
+    assert help_for(name)
+    assert "\n" not in help_for(name)

@@ -1,0 +1,136 @@
+"""A kernel in one CUDA context: loading it there, and launching it there and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from deepgemm_jit.cubin import Cubin
+from deepgemm_jit.errors import (
+    CaptureError,
+    ContextError,
+    ContextMismatchError,
+    DriverError,
+    ForkedProcessError,
+    StaleContextError,
+)
+from deepgemm_jit.runtime.context import NO_CONTEXT, Context, ContextIdentity, Contexts
+from deepgemm_jit.runtime.driver import LAST_SPECIAL_STREAM
+from deepgemm_jit.spec import KernelSpec
+from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
+
+# What drivers were seen to answer, or say they answer, when a load meets a capture.
+_CAPTURE_REFUSALS = (
+    "CUDA_ERROR_NOT_PERMITTED",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+    "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedKernel:
+    """A kernel that is ready to launch in one context.
+
+    Attributes:
+        spec: what it is.
+        context: where it was loaded.
+        shared_memory_bytes: dynamic shared memory of a block.
+    """
+
+    spec: KernelSpec
+    context: Context
+    shared_memory_bytes: int
+    _contexts: Contexts = field(repr=False)
+    _library: int = field(repr=False)
+    _function: int = field(repr=False)
+
+    @property
+    def identity(self) -> ContextIdentity:
+        """What tells the kernel's context from every other."""
+        return self.context.identity
+
+    @property
+    def sms(self) -> int:
+        """SMs that the kernel's context may use."""
+        return self.context.sms
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        stream: int,
+        params_pointer: int,
+    ) -> None:
+        """Launch in the current context, which must be the kernel's own; a refusal comes before anything is launched.
+
+        Args:
+            grid: blocks per dimension.
+            block: threads per dimension.
+            stream: raw handle of a stream of the current context.
+            params_pointer: address of an array of pointers to the arguments.
+
+        Raises:
+            ForkedProcessError: the kernel was loaded before a fork.
+            ContextMismatchError: another context is current, or the stream belongs to another.
+            StaleContextError: the kernel's context was reset or destroyed.
+            DriverError: the driver refused the launch.
+        """
+        identity = self.context.identity
+        if os.getpid() != identity.pid:
+            raise ForkedProcessError(what=self._what, loaded_pid=identity.pid, pid=os.getpid())
+        if self._contexts.driver.try_current_context_id() != identity.context_id:
+            raise self._refusal(self._contexts.try_current())
+        if stream > LAST_SPECIAL_STREAM:
+            handle = self._contexts.driver.stream_context(stream)
+            if handle != self.context.handle:
+                owner = self._contexts.with_handle(handle)
+                raise ContextMismatchError(
+                    what=f"stream {stream:#x}",
+                    belongs_to="a context that is gone" if owner is None else owner.describe(),
+                    used_in=f"a launch of {self._what} in {self.context.describe()}",
+                )
+        self._contexts.driver.launch(self._function, grid, block, self.shared_memory_bytes, stream, params_pointer)
+
+    @property
+    def _what(self) -> str:
+        return f"kernel {self.spec.name}"
+
+    def _refusal(self, used_in: Context | None) -> ContextError:
+        where = NO_CONTEXT if used_in is None else used_in.describe()
+        gone = self._contexts.is_gone(self.context)
+        error = StaleContextError if gone else ContextMismatchError
+        return error(what=self._what, belongs_to=self.context.describe(), used_in=where)
+
+
+def load_kernel(contexts: Contexts, context: Context, spec: KernelSpec, cubin: Cubin) -> LoadedKernel:
+    """Load a cubin into ``context``, which must be current, and leave nothing for the first launch to do.
+
+    A load that fails in any step is undone and leaves nothing behind, so that the next one does every step again.
+
+    Raises:
+        CaptureError: the driver does not load while a stream is capturing.
+        DriverError: the driver refused the cubin or an attribute.
+    """
+    driver = contexts.driver
+    shared_memory_bytes = dynamic_shared_memory_bytes(spec)
+    try:
+        with driver.relaxed_capture():
+            library = driver.load_library(cubin.image)
+            try:
+                function = driver.kernel_function(driver.library_kernel(library, cubin.entry))
+                if shared_memory_bytes:
+                    # The driver keeps this per device, so every context sets it for itself.
+                    driver.set_dynamic_shared_memory(function, shared_memory_bytes)
+                driver.finish_loading(function)
+            except DriverError:
+                with suppress(DriverError):
+                    driver.unload_library(library)
+                raise
+    except DriverError as error:
+        if error.result in _CAPTURE_REFUSALS:
+            raise CaptureError(kernel=spec.name, result=error.result) from error
+        raise
+    return LoadedKernel(spec, context, shared_memory_bytes, contexts, library, function)

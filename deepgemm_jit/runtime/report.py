@@ -1,0 +1,34 @@
+"""What the driver says about this machine, for people who look for a fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepgemm_jit.errors import DriverError, ToolchainError
+from deepgemm_jit.runtime.driver import Driver
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReport:
+    """The driver and its GPUs; either ``error`` says why there are none, or it is None."""
+
+    version: str | None
+    """Newest CUDA version that the driver serves, as ``major.minor``."""
+    gpus: tuple[str, ...]
+    error: str | None
+
+
+def driver_report(driver: Driver | None = None) -> DriverReport:
+    """Ask the driver for its version and its GPUs; creates no context and raises nothing."""
+    driver = driver or Driver()
+    version = None
+    try:
+        version = ".".join(map(str, driver.driver_version()))
+        return DriverReport(version, tuple(_gpu(driver, ordinal) for ordinal in range(driver.device_count())), None)
+    except (DriverError, ToolchainError) as error:
+        return DriverReport(version, (), str(error))
+
+
+def _gpu(driver: Driver, ordinal: int) -> str:
+    capability = ".".join(map(str, driver.compute_capability(ordinal)))
+    return f"GPU {ordinal}: {driver.device_name(ordinal)}, compute capability {capability}, uuid {driver.device_uuid(ordinal)}"

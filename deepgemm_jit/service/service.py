@@ -1,0 +1,183 @@
+"""The service: a spec becomes a kernel loaded in the context of a call, at most once per context."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, field
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from deepgemm_jit.build import Builder
+from deepgemm_jit.cubin import Cubin
+from deepgemm_jit.errors import CompileError, UnsupportedError
+from deepgemm_jit.runtime import Context, ContextIdentity, Contexts, Driver, LoadedKernel, load_kernel
+from deepgemm_jit.settings import Settings
+from deepgemm_jit.spec import KernelSpec, Limits, arch_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """What the service keeps for one context."""
+
+    context: Context
+    limits: Limits
+    kernels: dict[KernelSpec, LoadedKernel] = field(default_factory=dict)
+
+
+class KernelService:
+    """Builds, loads and keeps kernels for every context of this process.
+
+    Making one reads no setting and starts no CUDA. It may be used from several threads, which load a kernel once between them,
+    and in a fork: cubins stay, kernels are loaded afresh (where the parent had started CUDA the driver refuses that).
+
+    Args:
+        settings: of the builder; default: those of the moment it is first needed.
+        builder: default: one made of ``settings``.
+        driver: default: the driver of this machine.
+    """
+
+    def __init__(self, settings: Settings | None = None, builder: Builder | None = None, driver: Driver | None = None) -> None:
+        self.contexts = Contexts(driver or Driver())
+        self._settings = settings
+        self._builder = builder
+        self._homes: dict[ContextIdentity, _Home] = {}
+        self._cubins: dict[KernelSpec, Cubin] = {}
+        self._failures: dict[KernelSpec, CompileError] = {}
+        # By process as well: a fork may inherit a lock whose holder did not come along.
+        self._locks: dict[tuple[int, KernelSpec], Lock] = {}
+
+    @property
+    def builder(self) -> Builder:
+        """The builder, made on first use."""
+        if self._builder is None:
+            self._builder = Builder(self._settings)
+        return self._builder
+
+    def kernel(self, spec: KernelSpec) -> LoadedKernel:
+        """Return the kernel of ``spec`` in the current context: kept from before, or built and loaded now.
+
+        Raises:
+            DriverError: no context is current, or the driver refused the load.
+            UnsupportedError: the current GPU has no kernels, or is not the arch of ``spec``.
+            CompileError: NVRTC refused the source, now or earlier in this process.
+            KernelNotBuiltError: the compile policy is "never" and there is no cubin.
+            CaptureError: the driver does not load while a stream is capturing.
+        """
+        return self._kernel(self._home(self.contexts.current()), spec)
+
+    def limits(self) -> Limits:
+        """Return what the current context offers; selection needs it.
+
+        Raises:
+            DriverError: no context is current.
+            UnsupportedError: its GPU has no kernels.
+        """
+        return self._home(self.contexts.current()).limits
+
+    def call(self, device_ordinal: int, stream: int) -> Call:
+        """Return the context that a call on ``device_ordinal`` and the raw handle ``stream`` means, to be entered with ``with``.
+
+        What a hit costs: the process id, the driver's id of the current context and, for a stream that is not one of the special
+        ones, the stream's context (about 0.8 us together); then one look-up for the context and one per kernel. Nothing
+        is hashed but the identity and the spec, and no setting, file or lock is touched. The launch itself checks again.
+        """
+        return Call(self, device_ordinal, stream)
+
+    def seal(self) -> None:
+        """Compile nothing from now on: a kernel that is not built raises KernelNotBuiltError."""
+        self.builder.set_policy("never")
+
+    def _home(self, context: Context) -> _Home:
+        home = self._homes.get(context.identity)
+        if home is None:
+            arch = arch_of(context.compute_capability)
+            limits = Limits(arch.name, context.sms, context.shared_memory_bytes)
+            home = self._homes.setdefault(context.identity, _Home(context, limits))
+        return home
+
+    def _kernel(self, home: _Home, spec: KernelSpec) -> LoadedKernel:
+        kernel = home.kernels.get(spec)
+        if kernel is not None:
+            return kernel
+        # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
+        with self._locks.setdefault((os.getpid(), spec), Lock()):
+            kernel = home.kernels.get(spec)
+            if kernel is None:
+                kernel = home.kernels[spec] = load_kernel(self.contexts, home.context, spec, self._cubin(home, spec))
+        return kernel
+
+    def _cubin(self, home: _Home, spec: KernelSpec) -> Cubin:
+        if spec.arch != home.limits.arch:
+            raise UnsupportedError(
+                given=f"kernel {spec.name} in {home.context.describe()}",
+                supported=f"kernels of {home.limits.arch} there",
+            )
+        cubin = self._cubins.get(spec)
+        if cubin is not None:
+            return cubin
+        failure = self._failures.get(spec)
+        if failure is not None:
+            raise copy.copy(failure)
+        cuda_major, _minor = self.contexts.driver.driver_version()
+        try:
+            cubin = self._cubins[spec] = self.builder.build(spec, max_cuda_major=cuda_major).cubin
+        except CompileError as error:
+            self._failures[spec] = copy.copy(error)
+            raise
+        return cubin
+
+
+class Call:
+    """The context of one call, current between enter and exit; the caller's is restored also when the call raises.
+
+    Attributes:
+        context: which context it is.
+        limits: what that context offers.
+        stream: raw handle of the call's stream.
+    """
+
+    __slots__ = ("_device_ordinal", "_home", "_pushed", "_service", "context", "limits", "stream")
+
+    context: Context
+    limits: Limits
+
+    def __init__(self, service: KernelService, device_ordinal: int, stream: int) -> None:
+        self._service = service
+        self._device_ordinal = device_ordinal
+        self.stream = stream
+
+    def __enter__(self) -> Self:
+        """Make the call's context current.
+
+        Raises:
+            ContextMismatchError: the stream belongs to another device, or to a context of the application's own.
+            UnsupportedError: the GPU has no kernels.
+        """
+        contexts = self._service.contexts
+        self.context, self._pushed = contexts.enter(self._device_ordinal, self.stream)
+        try:
+            self._home = self._service._home(self.context)
+        except BaseException:
+            contexts.leave(self._pushed)
+            raise
+        self.limits = self._home.limits
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._service.contexts.leave(self._pushed)
+
+    def kernel(self, spec: KernelSpec) -> LoadedKernel:
+        """Return the kernel of ``spec`` in this context; raises what :meth:`KernelService.kernel` raises."""
+        return self._service._kernel(self._home, spec)
+
+
+_DEFAULT: dict[str, KernelService] = {}
+
+
+def default_service() -> KernelService:
+    """Return the service that the operations of this process share, made on first use with the settings of the environment."""
+    service = _DEFAULT.get("service")
+    # setdefault: of two threads that come first at once, both get the one service.
+    return _DEFAULT.setdefault("service", KernelService()) if service is None else service

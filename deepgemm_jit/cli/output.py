@@ -1,0 +1,89 @@
+"""What every command shares: its options, how it answers, and how an error reads."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepgemm_jit.errors import DeepGemmJitError
+from deepgemm_jit.settings import Settings, read_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The options that every command takes."""
+
+    as_json: bool
+    cache_dir: Path | None
+
+    def settings(self) -> Settings:
+        """Return the settings of this command: the environment's, and ``--cache-dir`` before them."""
+        return read_settings(cache_dir=self.cache_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under headings; not shown when there are no rows."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a command answers: one object for programs, and lines and tables that say the same to people."""
+
+    payload: Mapping[str, Any]
+    parts: Sequence[str | Table]
+    ok: bool = True
+
+
+def command(function: Callable[..., Reply]) -> Callable[..., None]:
+    """Make a function that takes a session and answers a reply the body of a click command.
+
+    Exits with 1 when the reply is not ok, or on an error of this package, which is printed without a traceback.
+    """
+
+    @click.option("--cache-dir", metavar="DIR", help="Root of the store; default: DEEPGEMM_JIT_CACHE_DIR or the user's cache.")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+    @functools.wraps(function)
+    def run(*, cache_dir: str | None, as_json: bool, **options: Any) -> None:
+        # Made absolute but not resolved: the store refuses symbolic links, so it must see them.
+        session = Session(as_json, None if cache_dir is None else Path(cache_dir).absolute())
+        try:
+            reply = function(session, **options)
+        except DeepGemmJitError as error:
+            click.echo(f"Error: {error}", err=True)
+            reply = Reply({"error": {"type": type(error).__name__, "message": str(error)}}, (), ok=False)
+        if as_json:
+            click.echo(json.dumps(reply.payload, indent=2))
+        else:
+            for part in reply.parts:
+                for line in _lines(part):
+                    click.echo(line)
+        if not reply.ok:
+            click.get_current_context().exit(1)
+
+    return run
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Return "1 kernel", "2 kernels"; ``many`` where the plural is not one with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _lines(part: str | Table) -> Iterator[str]:
+    if isinstance(part, str):
+        yield part
+    elif part.rows:
+        grid = [[str(cell) for cell in row] for row in (part.headings, *part.rows)]
+        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+        for row in (grid[0], ["-" * width for width in widths], *grid[1:]):
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield ""

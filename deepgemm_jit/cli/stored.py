@@ -1,0 +1,158 @@
+"""``verify``, ``list`` and ``show``: what the store holds, whether it is sound, and what it lacks."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from deepgemm_jit.build import Builder
+from deepgemm_jit.cli.output import Reply, Session, Table, command, count
+from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
+from deepgemm_jit.spec import ARCHES, KernelSpec, kernels_by_name
+from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
+from deepgemm_jit.store import Entry
+
+
+@click.command()
+@arch_option(required=False)
+@model_options(required=False)
+@command
+def verify(session: Session, arch: str | None, **options: Any) -> Reply:
+    """Check every entry of the store and, with --arch, that no kernel is missing."""
+    if arch is None and any(value is not None for value in options.values()):
+        raise click.UsageError("--model and its sizes need --arch.")
+    builder = Builder(session.settings())
+    store = builder.store
+    entries = list(store.entries())
+    problems = [(problem.path, problem.reason) for problem in store.verify()]
+    # An entry that names a damaged object is as bad as one that is damaged itself.
+    bad_files = {path.name for path, _ in problems}
+    sound = {entry.key for entry in entries if not {entry.digest, _index_name(entry)} & bad_files}
+    checked = len({*map(_index_name, entries), *(name for name in bad_files if name.endswith(".json"))})
+    bad = [{"path": str(path), "reason": reason} for path, reason in problems]
+    if store.root is None:
+        bad.append({"path": str(session.settings().cache_dir or ""), "reason": store.describe()})
+
+    parts: list[str | Table] = [f"store: {store.describe()}", f"{count(checked, 'entry', 'entries')} checked, {len(bad)} bad"]
+    if bad:
+        parts.append(Table(("bad", "reason"), [(fault["path"], fault["reason"]) for fault in bad]))
+    missing = []
+    if arch is None:
+        parts.append("whether kernels are missing was not checked; name an arch with --arch")
+    else:
+        wanted = PlanOptions(arch, **options)
+        plan, fix = wanted.plan(), wanted.warmup_command(session)
+        # By key, not by a look-up: that sets damaged files aside, and a check leaves the store as it is.
+        missing = [{"name": spec.name, "command": fix} for spec in plan.kernels if builder.request(spec).key not in sound]
+        parts.append(f"{len(missing)} of {count(len(plan.kernels), 'kernel')} missing")
+        if missing:
+            parts += [Table(("missing",), [(kernel["name"],) for kernel in missing]), f"build them with: {fix}"]
+    ok = not bad and not missing
+    return Reply({"ok": ok, "checked": checked, "bad": bad, "missing": missing}, parts, ok)
+
+
+@click.command(name="list")
+@command
+def list_(session: Session) -> Reply:
+    """List the entries of the store."""
+    store = Builder(session.settings()).store
+    entries = sorted(store.entries(), key=lambda entry: (entry.entry, entry.nvrtc_version, entry.key))
+    total_bytes = sum({entry.digest: entry.size_bytes for entry in entries}.values())
+    rows = [
+        (
+            e.entry,
+            e.nvrtc_version,
+            e.facts.registers,
+            e.facts.spill_store_bytes + e.facts.spill_load_bytes,
+            e.size_bytes,
+            e.key[:12],
+        )
+        for e in entries
+    ]
+    return Reply(
+        {"store": str(store.root or ""), "entries": [_entry_payload(entry) for entry in entries], "size_bytes": total_bytes},
+        [
+            Table(("kernel", "NVRTC", "registers", "spill bytes", "size bytes", "request key"), rows),
+            f"store: {store.describe()}",
+            f"{count(len(entries), 'entry', 'entries')}, {total_bytes / 2**20:.1f} MiB of cubins",
+        ],
+    )
+
+
+@click.command()
+@click.argument("name")
+@command
+def show(session: Session, name: str) -> Reply:
+    """Show one kernel: what it is, what the compiler made of it, and its rendered source."""
+    builder = Builder(session.settings())
+    stored = [entry for entry in builder.store.entries() if entry.entry == name]
+    spec = _spec_for(name, stored)
+    request = builder.request(spec)
+    dynamic_bytes = dynamic_shared_memory_bytes(spec)
+    rows = [
+        (
+            e.nvrtc_version,
+            e.facts.registers,
+            f"{e.facts.shared_memory_bytes} + {dynamic_bytes}",
+            e.facts.local_memory_bytes,
+            f"{e.facts.spill_store_bytes} + {e.facts.spill_load_bytes}",
+            e.size_bytes,
+            "current" if e.key == request.key else "of other sources",
+        )
+        for e in stored
+    ]
+    headings = (
+        "NVRTC",
+        "registers",
+        "shared memory, static + dynamic",
+        "local memory",
+        "spills, stores + loads",
+        "size",
+        "entry",
+    )
+    options = " ".join(request.options)
+    facts = Table(headings, rows) if rows else f"not built; deepgemm-jit warmup --arch {spec.arch} builds it"
+    return Reply(
+        {
+            "name": spec.name,
+            "family": spec.family,
+            "spec": spec.text,
+            "key": request.key,
+            "options": list(request.options),
+            "dynamic_shared_memory_bytes": dynamic_bytes,
+            "entries": [{**_entry_payload(entry), "current": entry.key == request.key} for entry in stored],
+            "source": request.source,
+        },
+        [spec.name, f"spec: {spec.text}", f"options: {options}", f"request key: {request.key}", facts, "", request.source],
+    )
+
+
+def _spec_for(name: str, stored: list[Entry]) -> KernelSpec:
+    known = {name: spec for arch in ARCHES for name, spec in kernels_by_name(arch).items()}
+    if name in known:
+        return known[name]
+    if stored:  # a kernel of an earlier kernel set
+        return KernelSpec.from_text(stored[0].spec)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "deepgemm-jit kernels lists them."
+    raise click.BadParameter(f"no kernel is called {name!r}; {hint}", param_hint="NAME")
+
+
+def _index_name(entry: Entry) -> str:
+    return f"{entry.key}.{entry.nvrtc_version}.json"
+
+
+def _entry_payload(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.entry,
+        "arch": entry.arch,
+        "spec": entry.spec,
+        "nvrtc_version": entry.nvrtc_version,
+        "key": entry.key,
+        "digest": entry.digest,
+        "size_bytes": entry.size_bytes,
+        "facts": asdict(entry.facts),
+    }

@@ -1,0 +1,166 @@
+"""Warming up: build all kernels of a plan into the store, those that are missing side by side."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepgemm_jit.build import Builder
+from deepgemm_jit.errors import OperandError, SettingError, StoreError, UnsupportedError
+from deepgemm_jit.settings import Settings, read_settings
+from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
+from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Longer than the wait for another process's compile of the same kernel, which comes before ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What a warm-up did.
+
+    Attributes:
+        arch: compiler target.
+        outcomes: one per kernel of the plan, in the order in which they ended.
+        seconds: wall time of the whole.
+        store: root of the store that now holds the kernels.
+    """
+
+    arch: str
+    outcomes: tuple[KernelOutcome, ...]
+    seconds: float
+    store: str
+
+    @property
+    def kernels(self) -> int:
+        """Kernels of the plan."""
+        return len(self.outcomes)
+
+    @property
+    def compiled(self) -> int:
+        """Kernels that this warm-up compiled."""
+        return sum(outcome.outcome == "compiled" for outcome in self.outcomes)
+
+    @property
+    def cached(self) -> int:
+        """Kernels that the store had, or that another process brought there meanwhile."""
+        return sum(outcome.outcome == "cached" for outcome in self.outcomes)
+
+    @property
+    def failed(self) -> tuple[KernelOutcome, ...]:
+        """Kernels that the store still lacks."""
+        return tuple(outcome for outcome in self.outcomes if outcome.outcome == "failed")
+
+    @property
+    def worker_peak_bytes(self) -> int:
+        """Most memory that any one worker had resident; 0 when none was needed."""
+        return max((outcome.worker_peak_bytes for outcome in self.outcomes), default=0)
+
+
+def warm_up(
+    arch: str,
+    model: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    tp: int = 1,
+    ep: int = 1,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    sms: int | None = None,
+    settings: Settings | None = None,
+) -> WarmupReport:
+    """Build the whole kernel set of ``arch`` into the store, or the kernels that a model's experts need. No GPU is needed.
+
+    Args:
+        arch: compiler target, for example ``sm_90a``.
+        model: a config.json or the folder that holds one; see :func:`~deepgemm_jit.warmup.plan.plan_for` for ``tp``, ``ep``,
+            ``max_tokens`` and ``sms``.
+        jobs: compile processes; default: the setting, or the CPUs of this process.
+        timeout_s: longest time for one kernel in a worker.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        max_tokens: most tokens that one forward brings to a rank.
+        sms: SMs of the device, when known.
+        settings: default: those of this moment.
+
+    Returns:
+        What became of every kernel. A kernel that fails is reported there and does not raise.
+
+    Raises:
+        OperandError, UnsupportedError: as of :func:`~deepgemm_jit.warmup.plan.plan_for`.
+        SettingError: the compile policy is "never" and kernels are missing.
+        StoreError: kernels are missing and the store cannot be written.
+        ToolchainError: a package that the sources of the kernels come from is missing.
+    """
+    plan = plan_for(arch, model, tp=tp, ep=ep, max_tokens=max_tokens, sms=sms)
+    return build_plan(plan, jobs, timeout_s=timeout_s, settings=settings)
+
+
+def build_plan(
+    plan: Plan,
+    jobs: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    settings: Settings | None = None,
+    on_outcome: Callable[[KernelOutcome], None] | None = None,
+) -> WarmupReport:
+    """Build the kernels of a plan; as :func:`warm_up`, which makes the plan too.
+
+    Args:
+        plan: what to build.
+        jobs: compile processes.
+        timeout_s: longest time for one kernel in a worker.
+        settings: default: those of this moment.
+        on_outcome: called in this process for each kernel as it ends.
+    """
+    started = time.monotonic()
+    settings = settings or read_settings()
+    jobs = jobs if jobs is not None else settings.jobs or len(os.sched_getaffinity(0))
+    faults = [f"jobs = {jobs!r}, needed: a whole number of at least 1"] if type(jobs) is not int or jobs < 1 else []
+    if not 0 < timeout_s < math.inf:
+        faults.append(f"timeout_s = {timeout_s!r}, needed: seconds above 0")
+    if faults:
+        raise OperandError(operation="warm_up", faults=faults)
+    if not plan.kernels:
+        reasons = "; ".join(f"{part.what}: {part.reason}" for part in plan.uncovered)
+        raise UnsupportedError(
+            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})", supported="FP8 experts with 128x128 scale blocks"
+        )
+    outcomes: list[KernelOutcome] = []
+
+    def note(outcome: KernelOutcome) -> None:
+        outcomes.append(outcome)
+        if on_outcome is not None:
+            on_outcome(outcome)
+
+    builder = Builder(settings)
+    missing = []
+    for spec in plan.kernels:
+        if builder.try_cached(spec) is None:
+            missing.append(spec)
+        else:
+            note(KernelOutcome(spec.name, "cached"))
+    if missing:
+        _check_may_build(builder, len(missing))
+        build_in_workers(missing, settings, jobs, timeout_s, note)
+    return WarmupReport(plan.arch, tuple(outcomes), time.monotonic() - started, str(builder.store.root))
+
+
+def _check_may_build(builder: Builder, missing: int) -> None:
+    """Refuse before any worker starts when what it builds could not stay."""
+    settings = builder.settings
+    if settings.compile == "never":
+        raise SettingError(
+            name="compile",
+            value=settings.compile,
+            origin=settings.origin("compile"),
+            needed=f"auto or warn, as {missing} kernels are missing and a warm-up compiles them",
+        )
+    problem = builder.store.problem()
+    if problem is not None:
+        path = builder.store.root or settings.cache_dir or ""
+        fix = "Name a directory that can be written with --cache-dir or DEEPGEMM_JIT_CACHE_DIR"
+        raise StoreError(path=str(path), reason=problem, fix=fix)

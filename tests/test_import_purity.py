@@ -22,6 +22,7 @@ PACKAGE = Path(deepgemm_jit.__file__).parent
 MODULES = sorted(
     ".".join(("deepgemm_jit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
+    if path.stem != "__main__"  # to import it is to run the command
 )
 
 _WATCHED = """

@@ -86,9 +86,16 @@ def _refuse(problem: GemmProblem) -> None:
             given="a GEMM of " + " x ".join(problem.dtypes[:2]) + " -> " + problem.dtypes[2],
             supported="; ".join(f"{a} x {b} -> {d}" for a, b, d in GEMM_DTYPES),
         )
-    faults, advice = [], []
-    sizes = (("M", problem.m), ("N", problem.n), ("K", problem.k), ("groups", problem.groups), ("alignment", problem.alignment))
-    faults.extend(f"{name} = {value!r}" for name, value in sizes if not isinstance(value, int))
+    faults: list[str] = []
+    advice: list[str] = []
+    sizes: dict[str, object] = {
+        "M": problem.m,
+        "N": problem.n,
+        "K": problem.k,
+        "groups": problem.groups,
+        "alignment": problem.alignment,
+    }
+    faults.extend(f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int))
     if faults:
         raise UnsupportedError(given=", ".join(faults), supported="whole numbers")
     for name, value, step in (("N", problem.n, 8), ("K", problem.k, 16)):

@@ -53,7 +53,7 @@ def locate(settings: Settings) -> Location:
     elsewhere would hide the reason.
     """
     if settings.cache_dir is not None:
-        candidates = [_Candidate(_lexical(settings.cache_dir), settings.origin("cache_dir"))]
+        candidates = [_Candidate(_lexical(settings.cache_dir), settings.origins.get("cache_dir", "the setting cache_dir"))]
     else:
         candidates = list(_default_candidates())
     failures: list[str] = []
@@ -78,7 +78,7 @@ def locate_locks(settings: Settings) -> Path:
         OSError: it cannot be used.
     """
     if settings.lock_dir is not None:
-        candidate = _Candidate(_lexical(settings.lock_dir), settings.origin("lock_dir"))
+        candidate = _Candidate(_lexical(settings.lock_dir), settings.origins.get("lock_dir", "the setting lock_dir"))
     else:
         candidate = _temp_candidate("locks")
     _open_dir(candidate, trusted=False)

@@ -14,8 +14,8 @@ from deepgemm_jit.errors import CompileError, ToolchainError
 
 _FIX = "Install NVRTC with: pip install 'deepgemm-jit[cu13]' (or [cu12] for a CUDA 12 driver)"
 
-# "site-packages" and "conda" are installed packages. A library that pathfinder finds elsewhere (CUDA_HOME, the loader's path) has a
-# version nobody pinned and is refused: a compile must not depend on what a machine happens to have.
+# "site-packages" and "conda" are installed packages. A library that pathfinder finds elsewhere (CUDA_HOME, the loader's path)
+# has a version nobody pinned and is refused: a compile must not depend on what a machine happens to have.
 _PACKAGED = ("site-packages", "conda")
 
 
@@ -49,7 +49,9 @@ def nvrtc_info() -> NvrtcInfo:
 
         loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc")
     except Exception as cause:  # the loader raises several kinds, a broken library among them OSError
-        raise ToolchainError(missing="NVRTC", looked_for="libnvrtc of an installed nvidia-cuda-nvrtc package", fix=_FIX) from cause
+        raise ToolchainError(
+            missing="NVRTC", looked_for="libnvrtc of an installed nvidia-cuda-nvrtc package", fix=_FIX
+        ) from cause
     if loaded.found_via not in _PACKAGED and not loaded.was_already_loaded_from_elsewhere:
         raise ToolchainError(
             missing=f"NVRTC at {loaded.abs_path} (found via {loaded.found_via})",

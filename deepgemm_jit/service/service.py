@@ -12,7 +12,7 @@ from typing import Self
 from deepgemm_jit.build import Builder
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import CompileError, UnsupportedError
-from deepgemm_jit.runtime import Context, ContextIdentity, Contexts, Driver, LoadedKernel, load_kernel
+from deepgemm_jit.runtime import Context, ContextIdentity, Contexts, Driver, LoadedKernel, TensorMaps, load_kernel
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.spec import KernelSpec, Limits, arch_of
 
@@ -40,6 +40,7 @@ class KernelService:
 
     def __init__(self, settings: Settings | None = None, builder: Builder | None = None, driver: Driver | None = None) -> None:
         self.contexts = Contexts(driver or Driver())
+        self.maps = TensorMaps(self.contexts.driver)
         self._settings = settings
         self._builder = builder
         self._homes: dict[ContextIdentity, _Home] = {}

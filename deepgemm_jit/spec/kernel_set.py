@@ -46,7 +46,7 @@ def threads(spec: KernelSpec) -> int:
 
 def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
     """Return the dynamic shared memory that a launch of ``spec`` asks for."""
-    return _gemm_shared_memory_bytes(*spec.block[:2], spec.stages) if spec.family == FP8_GEMM else 0
+    return _gemm_shared_memory_bytes(spec.block[0], spec.block[1], spec.stages) if spec.family == FP8_GEMM else 0
 
 
 def _consumers(block_m: int) -> int:

@@ -1,0 +1,18 @@
+"""Operations on torch tensors, under the names DeepGEMM gave them. Needs torch; a call compiles lazily what is missing."""
+
+from deepgemm_jit.ops.gemm import (
+    fp8_gemm_nt,
+    get_mk_alignment_for_contiguous_layout,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from deepgemm_jit.ops.quant import get_mn_major_tma_aligned_tensor, per_token_cast_to_fp8
+
+__all__ = [
+    "fp8_gemm_nt",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_tensor",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "per_token_cast_to_fp8",
+]

@@ -1,0 +1,209 @@
+"""One check per operation: every fault of a call is found and reported at once, before anything is built or launched.
+
+Fake tensors (torch.compile, meta) go through the same checks; only what needs an address is left out for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from deepgemm_jit.errors import ContextMismatchError, OperandError
+
+SCALE_BLOCK = 128
+_COPY_ALIGNMENT_BYTES = 16
+_DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class GroupData(NamedTuple):
+    """The int32 tensor that says which rows belong to which group."""
+
+    name: str
+    tensor: torch.Tensor
+    per_row: bool
+    """One number per row of A, otherwise one per group."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """Return the first multiple of b that is not below a."""
+    return ceil_div(a, b) * b
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that specs use for a dtype, or torch's own where they have none."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def check_gemm(
+    operation: str,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    groups: GroupData | None = None,
+    *,
+    masked: bool = False,
+    alignment: int = SCALE_BLOCK,
+    fake: bool = False,
+) -> None:
+    """Check the operands of ``D = A @ B.T`` in any layout.
+
+    Raises:
+        OperandError: all that is wrong with dtypes, ranks, shapes, strides, alignment, devices or gradients.
+        ContextMismatchError: operands on different CUDA devices.
+    """
+    faults = _Faults(operation, fake)
+    a_rank, b_rank = 3 if masked else 2, 2 if groups is None else 3
+    expected = [
+        ("a", a, torch.float8_e4m3fn, a_rank),
+        ("a_scale", a_scale, torch.float32, a_rank),
+        ("b", b, torch.float8_e4m3fn, b_rank),
+        ("b_scale", b_scale, torch.float32, b_rank),
+        ("out", out, torch.bfloat16, a_rank),
+    ]
+    if groups is not None:
+        expected.append((groups.name, groups.tensor, torch.int32, 1))
+    looked_at = [faults.look_at(*what) for what in expected]  # all of them: every fault is wanted
+    if not all(looked_at):
+        faults.raise_if_any()
+    faults.look_at_devices({name: tensor for name, tensor, _, _ in expected})
+
+    m, k = a.shape[-2], a.shape[-1]
+    n, group_count = b.shape[-2], b.shape[0]
+    k_blocks = ceil_div(k, SCALE_BLOCK)
+    a_lead, a_words = ((group_count,), "G, M") if masked else ((), "M")
+    b_lead, b_words = ((), "") if groups is None else ((group_count,), "G, ")
+    sizes_fit = faults.look_at_size("N", n, 8) & faults.look_at_size("K", k, 16)
+    faults.look_at_shape("a", a, (*a_lead, m, k), f"({a_words}, K)")
+    faults.look_at_shape("b", b, (*b_lead, n, k), f"({b_words}N, K)")
+    faults.look_at_shape("a_scale", a_scale, (*a_lead, m, k_blocks), f"({a_words}, ceil(K / 128))")
+    faults.look_at_shape(
+        "b_scale", b_scale, (*b_lead, ceil_div(n, SCALE_BLOCK), k_blocks), f"({b_words}ceil(N / 128), ceil(K / 128))"
+    )
+    faults.look_at_shape("out", out, (*a_lead, m, n), f"({a_words}, N)")
+    if groups is not None:
+        size, words = (m, "(M,)") if groups.per_row else (group_count, "(G,)")
+        faults.look_at_shape(groups.name, groups.tensor, (size,), words)
+        if groups.tensor.numel() > 1 and groups.tensor.stride(0) != 1:
+            faults.add(f"{groups.name} must be contiguous, not of stride {groups.tensor.stride(0)}")
+        if alignment < 64 or alignment % 64:
+            faults.add(f"alignment = {alignment} must be a multiple of 64, 128 by default")
+    if sizes_fit:
+        faults.look_at_rows("a", a, 16)
+        faults.look_at_rows("b", b, 16)
+        faults.look_at_rows("out", out, 8)
+    if b_scale.numel() and b_scale.size(-1) > 1 and b_scale.stride(-1) != 1:
+        faults.add(f"b_scale must have its last dimension contiguous, not strides {b_scale.stride()}")
+    faults.raise_if_any()
+
+
+def check_cast(operation: str, x: Any, *, fake: bool = False) -> None:
+    """Check the input of the per-token cast: (M, K) bfloat16 or float32, K a multiple of 16.
+
+    Raises:
+        OperandError: all that is wrong with it.
+    """
+    faults = _Faults(operation, fake)
+    dtype = torch.float32 if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else torch.bfloat16
+    if not faults.look_at("x", x, dtype, 2):
+        faults.raise_if_any()
+    faults.look_at_devices({"x": x})
+    if faults.look_at_size("K", x.shape[1], 16):
+        faults.look_at_rows("x", x, _COPY_ALIGNMENT_BYTES // x.element_size())
+    faults.raise_if_any()
+
+
+def check_scales(operation: str, scales: Any, *, fake: bool = False) -> None:
+    """Check A scales: (M, K blocks) or (G, M, K blocks) float32, any strides with contiguous rows.
+
+    Raises:
+        OperandError: all that is wrong with them.
+    """
+    faults = _Faults(operation, fake)
+    rank = 3 if isinstance(scales, torch.Tensor) and scales.dim() == 3 else 2
+    if not faults.look_at("scales", scales, torch.float32, rank):
+        faults.raise_if_any()
+    faults.look_at_devices({"scales": scales})
+    faults.raise_if_any()
+
+
+class _Faults:
+    """Collects the faults of one call."""
+
+    def __init__(self, operation: str, fake: bool) -> None:
+        self._operation = operation
+        self._fake = fake
+        self._faults: list[str] = []
+
+    def add(self, fault: str) -> None:
+        self._faults.append(fault)
+
+    def raise_if_any(self) -> None:
+        if self._faults:
+            raise OperandError(operation=self._operation, faults=self._faults)
+
+    def look_at(self, name: str, value: Any, dtype: torch.dtype, rank: int) -> bool:
+        """Note a wrong type, dtype, rank or a gradient; return whether the sizes of ``value`` can be looked at."""
+        if not isinstance(value, torch.Tensor):
+            self.add(f"{name} must be a tensor, not {type(value).__name__}")
+            return False
+        if value.dtype != dtype:
+            self.add(f"{name} must be {dtype}, not {value.dtype}")
+        if value.requires_grad and torch.is_grad_enabled():
+            self.add(f"{name} requires grad, and this operation has no backward; call it under torch.no_grad() or detach {name}")
+        if value.dim() != rank:
+            self.add(f"{name} must have {rank} dimensions, not shape {tuple(value.shape)}")
+            return False
+        return True
+
+    def look_at_devices(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Note tensors off the GPU; refuse at once those on different GPUs."""
+        if self._fake:
+            return
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cuda":
+                self.add(f"{name} must be on a CUDA device, not {tensor.device}")
+        self.raise_if_any()
+        first_name, first = next(iter(tensors.items()))
+        for name, tensor in tensors.items():
+            if tensor.device != first.device:
+                raise ContextMismatchError(
+                    what=f"{name} of {self._operation}",
+                    belongs_to=str(tensor.device),
+                    used_in=f"a call whose {first_name} is on {first.device}",
+                )
+
+    def look_at_size(self, name: str, size: int, step: int) -> bool:
+        """Note a size that is no positive multiple of ``step``, with the nearest ones that are."""
+        if size >= step and size % step == 0:
+            return True
+        lower = size // step * step
+        self.add(f"{name} = {size} must be a multiple of {step}; nearest: {f'{lower} or {lower + step}' if lower > 0 else step}")
+        return False
+
+    def look_at_shape(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
+        """Note a shape other than ``shape``, which ``meaning`` spells."""
+        if tuple(tensor.shape) != shape:
+            self.add(f"{name} must have shape {meaning} = {shape}, not {tuple(tensor.shape)}")
+
+    def look_at_rows(self, name: str, tensor: torch.Tensor, multiple: int) -> None:
+        """Note rows that are not contiguous or do not start at multiples of 16 bytes, which are ``multiple`` elements.
+
+        Strides of dimensions of size 1 mean nothing and are not looked at.
+        """
+        if tensor.numel() == 0:
+            return
+        strides = tensor.stride()
+        if tensor.size(-1) > 1 and strides[-1] != 1:
+            self.add(f"{name} must have its last dimension contiguous, not strides {strides}")
+        elif any(tensor.size(d) > 1 and (strides[d] <= 0 or strides[d] % multiple) for d in range(tensor.dim() - 1)):
+            self.add(f"{name} must have strides that are positive multiples of {multiple}, not {strides}")
+        if not self._fake and tensor.data_ptr() % _COPY_ALIGNMENT_BYTES:
+            self.add(f"{name} must start at a multiple of {_COPY_ALIGNMENT_BYTES} bytes; copy the slice to a tensor of its own")

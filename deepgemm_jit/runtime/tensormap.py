@@ -1,0 +1,66 @@
+"""Tensor maps: what the copy engine is told about an operand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from deepgemm_jit.runtime.driver import Driver
+
+MAP_BYTES = 128
+_CAPACITY = 4096
+
+
+class BoxedTensor(NamedTuple):
+    """A 3D tensor and the box that one copy moves; everything that a map encodes, so equal values mean equal maps.
+
+    Attributes:
+        address: of the first element, a multiple of 16 bytes.
+        dtype: "e4m3" or "f32".
+        dims: elements, innermost first.
+        strides_bytes: of the second and third dimension, multiples of 16.
+        box: elements, innermost first.
+        swizzled: 128-byte swizzle in shared memory.
+    """
+
+    address: int
+    dtype: Literal["e4m3", "f32"]
+    dims: tuple[int, int, int]
+    strides_bytes: tuple[int, int]
+    box: tuple[int, int, int]
+    swizzled: bool
+
+
+class TensorMaps:
+    """A bounded memo of encoded maps.
+
+    A map is a pure function of what it encodes (the driver only writes 128 bytes, it looks at no memory), so an entry cannot
+    outlive its meaning: freed and reused memory with another shape is another key.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._maps: OrderedDict[BoxedTensor, bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def map_for(self, tensor: BoxedTensor) -> bytes:
+        """Return the 128 bytes of the map of ``tensor``.
+
+        Raises:
+            DriverError: the driver refuses to encode it.
+        """
+        found = self._maps.get(tensor)
+        if found is not None:
+            return found
+        encoded = bytes(
+            self._driver.encode_tiled_map(
+                tensor.address, tensor.dtype, tensor.dims, tensor.strides_bytes, tensor.box, tensor.swizzled
+            )
+        )
+        with self._lock:
+            self._maps[tensor] = encoded
+            while len(self._maps) > _CAPACITY:
+                self._maps.popitem(last=False)
+        return encoded

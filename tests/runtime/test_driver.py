@@ -1,0 +1,182 @@
+"""Driver: nothing before the first call, and a typed error for whatever goes wrong after it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import cuda.bindings
+import pytest
+from doubles.driver import DriverDouble
+from doubles.fork import holds_in_fork
+
+from deepgemm_jit.errors import DriverError, ToolchainError
+from deepgemm_jit.runtime import Driver, driver_report
+
+pytestmark = pytest.mark.none
+
+
+RESULTS = {
+    0: "CUDA_SUCCESS",
+    3: "CUDA_ERROR_NOT_INITIALIZED",
+    100: "CUDA_ERROR_NO_DEVICE",
+    201: "CUDA_ERROR_INVALID_CONTEXT",
+    400: "CUDA_ERROR_INVALID_HANDLE",
+    709: "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    801: "CUDA_ERROR_NOT_SUPPORTED",
+}
+
+
+class Result(int):
+    """A CUresult as the bindings give it: an int with a name."""
+
+    @property
+    def name(self) -> str:
+        return RESULTS[self]
+
+
+def returns(code: int, *values: Any) -> Any:
+    return lambda *arguments: (Result(code), *values)
+
+
+def lacks(*arguments: Any) -> Any:
+    raise RuntimeError('Function "that" not found')
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Bindings whose calls a test writes itself; CUDA starts."""
+    fake = SimpleNamespace(
+        cuInit=returns(0),
+        cuGetErrorString=returns(0, b"what the driver says"),
+        CUdevResourceType=SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1),
+        CUdevice_attribute=SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16),
+        cuDeviceGetAttribute=returns(0, 132),
+    )
+    monkeypatch.setattr(cuda.bindings, "driver", fake, raising=False)
+    return fake
+
+
+def test_a_missing_driver_is_asked_for_once_and_named_every_time(bindings: SimpleNamespace) -> None:
+    attempts = []
+
+    def no_libcuda(flags: int) -> Any:
+        attempts.append(flags)
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    bindings.cuInit = no_libcuda
+    driver = Driver()
+    for _ in range(3):
+        with pytest.raises(DriverError, match=r"cuInit returned no driver .*libcuda\.so\.1"):
+            driver.device_count()
+    assert attempts == [0]
+
+
+def test_no_visible_gpu_points_to_the_variable_that_hides_them(bindings: SimpleNamespace) -> None:
+    bindings.cuInit = returns(100)
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES"):
+        Driver().start()
+
+
+def test_missing_bindings_name_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ToolchainError, match=r"deepgemm-jit\[cu13\]"):
+        Driver().driver_version()
+
+
+def test_a_failed_call_names_itself_its_result_and_the_drivers_words(bindings: SimpleNamespace) -> None:
+    bindings.cuLaunchKernel = returns(400)
+    with pytest.raises(DriverError) as refused:
+        Driver().launch(1, (1, 1, 1), (32, 1, 1), 0, 0, 0)
+    assert (refused.value.call, refused.value.result) == ("cuLaunchKernel", "CUDA_ERROR_INVALID_HANDLE")
+    assert refused.value.detail == "what the driver says"
+
+
+@pytest.mark.parametrize("answer", [lacks, returns(801, None)], ids=["no entry point", "not supported"])
+def test_what_an_older_driver_lacks_has_a_stand_in(bindings: SimpleNamespace, answer: Any) -> None:
+    bindings.cuCtxGetDevResource = bindings.cuStreamGetGreenCtx = bindings.cuFuncLoad = answer
+    driver = Driver()
+    assert driver.context_sms(1, 0) == 132
+    assert not driver.stream_is_green(0)
+    driver.finish_loading(1)
+
+
+def test_a_refused_question_about_sms_is_an_error_not_the_whole_gpu(bindings: SimpleNamespace) -> None:
+    bindings.cuCtxGetDevResource = returns(400, None)
+    with pytest.raises(DriverError, match="cuCtxGetDevResource returned CUDA_ERROR_INVALID_HANDLE"):
+        Driver().context_sms(1, 0)
+
+
+def test_the_sms_are_those_of_the_context(bindings: SimpleNamespace) -> None:
+    bindings.cuCtxGetDevResource = returns(0, SimpleNamespace(sm=SimpleNamespace(smCount=16)))
+    assert Driver().context_sms(1, 0) == 16
+
+
+@pytest.mark.parametrize(("code", "context_id"), [(0, 7), (201, None), (709, None)])
+def test_a_context_that_is_gone_has_no_id(bindings: SimpleNamespace, code: int, context_id: int | None) -> None:
+    bindings.cuCtxGetId = returns(code, 7)
+    assert Driver().try_context_id(0x10) == context_id
+    assert Driver().try_current_context_id() == context_id
+
+
+def test_any_other_failure_to_tell_a_context_is_an_error(bindings: SimpleNamespace) -> None:
+    bindings.cuCtxGetId = returns(400, None)
+    with pytest.raises(DriverError, match="cuCtxGetId"):
+        Driver().try_current_context_id()
+
+
+@pytest.mark.parametrize("names", [["cuDeviceGetUuid", "cuDeviceGetUuid_v2"], ["cuDeviceGetUuid"]], ids=["CUDA 12", "CUDA 13"])
+def test_the_uuid_is_the_one_that_tells_mig_instances_apart(bindings: SimpleNamespace, names: list[str]) -> None:
+    for number, name in enumerate(names, 1):
+        setattr(bindings, name, returns(0, SimpleNamespace(bytes=bytes([number]) * 16)))
+    digit = str(len(names))
+    assert Driver().device_uuid(0) == "-".join(("0" + digit) * count for count in (4, 2, 2, 2, 6))
+
+
+def test_a_fork_after_cuda_was_started_is_told_from_other_failures(bindings: SimpleNamespace) -> None:
+    bindings.cuDeviceGetCount = returns(0, 1)
+    driver = Driver()
+    assert driver.device_count() == 1
+    parent = os.getpid()
+
+    def in_child() -> bool:
+        bindings.cuDeviceGetCount = returns(3, None)
+        try:
+            driver.device_count()
+        except DriverError as error:
+            return f"started in process {parent} before it forked" in str(error) and "spawn" in str(error)
+        return False
+
+    assert holds_in_fork(in_child)
+
+
+def test_the_report_says_what_there_is() -> None:
+    report = driver_report(DriverDouble(gpus=2))
+    assert (report.version, report.error) == ("13.0", None)
+    assert report.gpus[1] == "GPU 1: NVIDIA H200, compute capability 9.0, uuid 00000000-0000-0000-0000-000000000001"
+
+
+def test_the_report_asks_for_no_context() -> None:
+    double = DriverDouble(gpus=2)
+    driver_report(double)
+    assert not double.calls.keys() & {"retain_primary", "push_context", "primary_is_active"}
+
+
+def test_the_report_of_a_machine_without_a_driver_is_the_error(bindings: SimpleNamespace) -> None:
+    bindings.cuInit = lacks
+    report = driver_report()
+    assert (report.version, report.gpus) == (None, ())
+    assert report.error is not None and "cuInit" in report.error
+
+
+def methods(kind: type) -> dict[str, inspect.Signature]:
+    return {name: inspect.signature(value) for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+
+
+def test_the_double_stands_in_for_every_method() -> None:
+    real, double = methods(Driver), methods(DriverDouble)
+    assert real.keys() <= double.keys()
+    assert {name: list(double[name].parameters) for name in real} == {name: list(real[name].parameters) for name in real}

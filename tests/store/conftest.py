@@ -109,13 +109,6 @@ def as_other_user() -> Callable[[Callable[[], Any]], Any]:
 
 
 @pytest.fixture
-def needs_root() -> None:
-    """Skip where files cannot be given to another user."""
-    if os.geteuid() != 0:
-        pytest.skip(f"only root can give a file to another user; this is uid {os.geteuid()}")
-
-
-@pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return the warnings that the store has logged so far."""
     return lambda: [r.getMessage() for r in caplog.records if r.name == "deepgemm_jit.store" and r.levelname == "WARNING"]

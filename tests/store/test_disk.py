@@ -433,3 +433,41 @@ def test_entries_are_sorted_and_skip_the_damaged(filled: Store, cache_dir: Path,
     (cache_dir / f"v1/kernels/{keys[1]}.13.5.json").write_bytes(b"{}")
     assert [entry.key for entry in filled.entries()] == [keys[0], keys[2]]
     assert [problem.path.name for problem in filled.verify()] == [f"{keys[1]}.13.5.json"]
+
+
+def test_an_object_of_another_size_is_told_with_both_sizes(
+    filled: Store, cache_dir: Path, sample: ModuleType, warnings: Callable[[], list[str]]
+) -> None:
+    size_bytes = len(sample.cubin_for().image)
+    os.truncate(object_file(cache_dir), 7)
+    assert get(filled, sample) is None
+    (told,) = warnings()
+    assert f"has 7 bytes; its entry says {size_bytes}" in told
+
+
+def test_memory_does_not_serve_a_cubin_of_another_spec(store: Store, cache_dir: Path, sample: ModuleType) -> None:
+    cache_dir.touch()
+    assert not store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    assert store.get(sample.KEY, spec_text=sample.OTHER_SPEC.text) is None
+    assert get(store, sample) == sample.cubin_for()
+
+
+def test_each_file_is_on_disk_before_it_has_its_name_and_the_object_before_the_entry(
+    store: Store, cache_dir: Path, sample: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    fsync, rename = os.fsync, Path.replace
+
+    def seen_fsync(descriptor: int) -> None:
+        steps.append(("flush", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def seen_replace(self: Path, target: Path) -> Path:
+        steps.append(("rename", self.stat().st_ino))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(Path, "replace", seen_replace)
+    assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    inodes = [object_file(cache_dir).stat().st_ino, index_file(cache_dir).stat().st_ino]
+    assert steps == [(step, inode) for inode in inodes for step in ("flush", "rename")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,17 +10,20 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 RINGS = ("none", "nvrtc", "gpu", "multigpu", "packaging")
 GPUS_NEEDED = {"gpu": 1, "multigpu": 2}
 HOPPER = [9, 0]
 
-# No deadline: a test never fails for being slow. "nightly" looks ten times as long for the same faults.
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=100)
-hypothesis.settings.register_profile("nightly", deadline=None, max_examples=1000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+# A machine that runs only the GPU rings may lack it.
+if importlib.util.find_spec("hypothesis") is not None:
+    import hypothesis
+
+    # No deadline: a test never fails for being slow. "nightly" looks ten times as long for the same faults.
+    hypothesis.settings.register_profile("quick", deadline=None, max_examples=100)
+    hypothesis.settings.register_profile("nightly", deadline=None, max_examples=1000)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Asks the driver in a process of its own, so that the tests' process is one in which CUDA was never started.
 _PROBE = """

@@ -180,10 +180,17 @@ class Contexts:
         """Return the address of a device's primary context, retained once and kept to the end of the process."""
         handle = self._primaries.get(device_ordinal)
         if handle is None:
-            handle = self._primaries[device_ordinal] = self.driver.retain_primary(device_ordinal)
+            with self.driver.relaxed_capture():
+                handle = self._primaries[device_ordinal] = self.driver.retain_primary(device_ordinal)
         return handle
 
     def _look_at_current(self, context_id: int) -> Context:
+        # The first call of all may be made under a capture, which must not mind these questions.
+        with self.driver.relaxed_capture():
+            context = self._current_as_seen(context_id)
+        return self._seen.setdefault(context_id, context)
+
+    def _current_as_seen(self, context_id: int) -> Context:
         driver = self.driver
         handle = driver.current_context()
         ordinal = driver.context_device()
@@ -192,7 +199,7 @@ class Contexts:
             kind = "primary"
         elif driver.stream_is_green(0):
             kind = "green"
-        context = Context(
+        return Context(
             identity=ContextIdentity(self._pid, context_id, driver.device_uuid(ordinal)),
             handle=handle,
             device_ordinal=ordinal,
@@ -202,4 +209,3 @@ class Contexts:
             shared_memory_bytes=driver.device_attribute(ordinal, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
             kind=kind,
         )
-        return self._seen.setdefault(context_id, context)

@@ -218,11 +218,11 @@ class DriverDouble(Driver):
     @contextmanager
     def relaxed_capture(self) -> Iterator[None]:
         self._count("relaxed_capture")
-        self._thread.relaxed = True
+        before, self._thread.relaxed = self._thread.relaxed, True
         try:
             yield
         finally:
-            self._thread.relaxed = False
+            self._thread.relaxed = before
 
     def load_library(self, image: bytes) -> int:
         self._count("load_library")

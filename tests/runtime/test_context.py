@@ -112,10 +112,13 @@ def test_looking_at_an_application_context_does_not_create_the_primary(driver: D
 
 
 @pytest.mark.parametrize("where", ["another context of the GPU", "another GPU", "a green context of another GPU"])
-def test_a_foreign_stream_is_refused_and_both_contexts_are_named(driver: DriverDouble, contexts: Contexts, where: str) -> None:
-    home = driver.retain_primary(0)
+@pytest.mark.parametrize("current_device", [0, 1])
+def test_a_foreign_stream_is_refused_and_both_contexts_are_named(
+    driver: DriverDouble, contexts: Contexts, where: str, current_device: int
+) -> None:
+    primaries = [driver.retain_primary(device) for device in (0, 1)]
+    home = primaries[current_device]
     driver.push_context(home)
-    driver.retain_primary(1)
     foreign = {
         "another context of the GPU": lambda: driver.create_context(0),
         "another GPU": lambda: driver.retain_primary(1),
@@ -128,7 +131,9 @@ def test_a_foreign_stream_is_refused_and_both_contexts_are_named(driver: DriverD
     assert owner is not None
     assert refused.value.what == f"stream {stream:#x}"
     assert refused.value.belongs_to == owner.describe()
-    assert contexts.current().describe() in refused.value.used_in
+    called_in = contexts.with_handle(primaries[0])
+    assert called_in is not None
+    assert called_in.describe() in refused.value.used_in
     assert driver.current_context() == home
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,12 +39,15 @@ class CountingBuilder:
         self.built: list[tuple[KernelSpec, int | None]] = []
         self.policy = "auto"
         self.failure: Exception | None = None
+        self.pause_s = 0.0
+        """Time for other threads to come to the same kernel."""
 
     def set_policy(self, policy: str) -> None:
         self.policy = policy
 
     def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Any:
         self.built.append((spec, max_cuda_major))
+        time.sleep(self.pause_s)
         if self.policy == "never":
             raise KernelNotBuiltError(kernel=spec.name, store="here", command="deepgemm-jit warmup --arch sm_90a")
         if self.failure is not None:
@@ -128,6 +132,7 @@ def test_a_hit_asks_for_the_context_and_launches_and_nothing_else(
 def test_eight_threads_at_first_touch_build_once_and_load_once(
     driver: DriverDouble, builder: CountingBuilder, service: KernelService
 ) -> None:
+    builder.pause_s = 0.05
     assert in_threads(8, lambda number: run(service, 0)) == []
     assert len(builder.built) == driver.calls["load_library"] == 1
     assert len(driver.launches) == 8
@@ -136,6 +141,7 @@ def test_eight_threads_at_first_touch_build_once_and_load_once(
 def test_eight_threads_on_two_gpus_build_once_and_load_twice(
     driver: DriverDouble, builder: CountingBuilder, service: KernelService
 ) -> None:
+    builder.pause_s = 0.05
     assert in_threads(8, lambda number: run(service, number % 2)) == []
     assert len(builder.built) == 1
     assert driver.calls["load_library"] == 2

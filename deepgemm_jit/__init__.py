@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepgemm_jit.__about__ import __version__
 
 if TYPE_CHECKING:
-    from deepgemm_jit.build import build
+    from deepgemm_jit.builder import build
     from deepgemm_jit.cubin import Cubin
     from deepgemm_jit.service import KernelService
     from deepgemm_jit.spec import KernelSpec, kernel_set, select
@@ -22,7 +22,7 @@ _HOMES = {
     "KernelService": "deepgemm_jit.service",
     "KernelSpec": "deepgemm_jit.spec",
     "WarmupReport": "deepgemm_jit.warmup",
-    "build": "deepgemm_jit.build",
+    "build": "deepgemm_jit.builder",
     "kernel_set": "deepgemm_jit.spec",
     "select": "deepgemm_jit.spec",
     "warm_up": "deepgemm_jit.warmup",

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from deepgemm_jit.__about__ import __version__
-from deepgemm_jit.build import Builder
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.cli.output import Reply, Session, command
 from deepgemm_jit.errors import DeepGemmJitError
 from deepgemm_jit.settings import Settings, read_settings, setting_names

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deepgemm_jit.build import Builder
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.cli.output import Reply, Session, Table, command, count
 from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
 from deepgemm_jit.spec import ARCHES, KernelSpec, kernels_by_name

@@ -9,7 +9,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from deepgemm_jit.build import Builder
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import CompileError, UnsupportedError
 from deepgemm_jit.runtime import Context, ContextIdentity, Contexts, Driver, LoadedKernel, TensorMaps, load_kernel

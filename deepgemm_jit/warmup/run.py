@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepgemm_jit.build import Builder
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import OperandError, SettingError, StoreError, UnsupportedError
 from deepgemm_jit.settings import Settings, read_settings
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for

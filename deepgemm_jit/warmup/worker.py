@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from deepgemm_jit.build import Builder
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import DeepGemmJitError
 from deepgemm_jit.spec import KernelSpec
 

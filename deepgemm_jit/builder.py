@@ -17,7 +17,7 @@ from deepgemm_jit.settings import CompilePolicy, Settings, read_settings
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store import Store, request_key
 
-logger = logging.getLogger("deepgemm_jit.build")
+logger = logging.getLogger("deepgemm_jit.builder")
 
 
 @dataclass(frozen=True, slots=True)

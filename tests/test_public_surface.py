@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 
 import pytest
@@ -37,3 +38,18 @@ def test_every_public_name_resolves_and_no_submodule_takes_its_place() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nvcc'"):
         _ = deepgemm_jit.nvcc
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="deepgemm_jit.ops needs torch, which is not installed")
+def test_the_operations_are_pinned() -> None:
+    from deepgemm_jit import ops
+
+    assert sorted(ops.__all__) == [
+        "fp8_gemm_nt",
+        "get_mk_alignment_for_contiguous_layout",
+        "get_mn_major_tma_aligned_tensor",
+        "m_grouped_fp8_gemm_nt_contiguous",
+        "m_grouped_fp8_gemm_nt_masked",
+        "per_token_cast_to_fp8",
+    ]
+    assert [name for name in ops.__all__ if not callable(getattr(ops, name))] == []

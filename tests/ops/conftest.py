@@ -1,0 +1,30 @@
+"""The way to the reference, and a limit of time for every test that runs on a GPU."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+GPU_LIMIT_S = 120
+"""Includes the first compiles of a session; a kernel itself takes milliseconds."""
+
+
+@pytest.fixture(autouse=True)
+def gpu_time_limit(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """End the whole run with a traceback when a test on a GPU hangs: a hung kernel cannot be taken back, only its process can."""
+    if not any(marker.name in ("gpu", "multigpu") for marker in request.node.iter_markers()):
+        yield
+        return
+    with capfd.disabled():
+        terminal = os.dup(2)
+    faulthandler.dump_traceback_later(GPU_LIMIT_S, exit=True, file=terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(terminal)

@@ -1,0 +1,205 @@
+"""FP8 GEMMs on a GPU: right numbers against float64 in every layout, every row that must be written, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+from ops.reference import (
+    GroupedRows,
+    Output,
+    Scaled,
+    assert_close,
+    clean_rows,
+    group_rows,
+    m_major,
+    poison_rows,
+    product,
+    random_a,
+    random_b,
+    used_rows,
+)
+
+from deepgemm_jit import ops
+from deepgemm_jit.spec import GemmProblem, KernelSpec, Layout, kernel_set, limits_of, select
+from deepgemm_jit.spec.kernel import FP8_GEMM
+
+pytestmark = pytest.mark.gpu
+
+GEMMS = [spec for spec in kernel_set("sm_90a") if spec.family == FP8_GEMM]
+
+DENSE_M = (1, 7, 64, 127, 128, 4096)
+DENSE_N_K = ((2112, 7168), (576, 7168), (4096, 7168), (7168, 2048), (24576, 1536), (5760, 2880))
+SMALL_N_K = ((8, 16), (24, 48), (64, 128), (104, 144), (120, 272), (136, 400))
+GROUPS_N_K = ((1, 4096, 7168), (4, 2112, 7168), (33, 576, 1056), (128, 1536, 2048), (256, 104, 144))
+
+_SIZES = (130, 0, 1, 7, 64, 257, 0, 127, 128, 129, 33)
+MAX_M = 272  # above every size, a multiple of no tile
+
+
+def uneven(groups: int) -> list[int]:
+    """Return sizes of groups, some of them empty."""
+    return [_SIZES[group % len(_SIZES)] for group in range(groups)]
+
+
+def with_m_major_scales(a: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.values, m_major(a.scales)
+
+
+def check_contiguous(
+    rows: GroupedRows, n: int, k: int, *, prefix_sums: bool, alignment: int = 128, tile_rows: int | None = None
+) -> None:
+    """Run with clean and with poisoned padding and check all that the contiguous layouts promise."""
+    a, b = random_a(rows.total, k), random_b(len(rows.sizes), n, k)
+    valid, tails = rows.valid(), rows.tails(tile_rows or min(alignment, 128))
+    group_data = rows.ends() if prefix_sums else rows.m_indices()
+
+    def run(fill: Callable[[Scaled, torch.Tensor], Scaled]) -> Output:
+        out = Output(rows.total, n)
+        ops.m_grouped_fp8_gemm_nt_contiguous(
+            with_m_major_scales(fill(a, valid)), b.pair, out.tensor, group_data, use_psum_layout=prefix_sums, alignment=alignment
+        )
+        out.assert_written(must=valid, may=tails)
+        return out
+
+    out, poisoned = run(clean_rows), run(poison_rows)
+    assert torch.equal(out.bits()[valid], poisoned.bits()[valid]), "valid rows depend on what padding holds"
+    for group, part in enumerate(rows.slices):
+        assert_close(out.tensor[part], product(a[part], b[group]), f"group {group} of {rows.sizes[group]} rows")
+
+
+def check_masked(counts: Sequence[int], max_m: int, n: int, k: int, expected_m: int) -> None:
+    """Run with clean and with poisoned unused rows and check all that the masked layout promises."""
+    groups = len(counts)
+    a, b = random_a(groups, max_m, k), random_b(groups, n, k)
+    used = used_rows(counts, max_m)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+
+    def run(fill: Callable[[Scaled, torch.Tensor], Scaled]) -> Output:
+        out = Output(groups, max_m, n)
+        ops.m_grouped_fp8_gemm_nt_masked(with_m_major_scales(fill(a, used)), b.pair, out.tensor, masked_m, expected_m)
+        out.assert_written(must=used)
+        return out
+
+    out, poisoned = run(clean_rows), run(poison_rows)
+    assert torch.equal(out.bits()[used], poisoned.bits()[used]), "used rows depend on what unused rows hold"
+    for group, count in enumerate(counts):
+        what = f"group {group} of {count} rows"
+        assert_close(out.tensor[group, :count], product(a[group][:count], b[group]), what)
+
+
+# --- dense
+
+
+def check_dense(m: int, n: int, k: int) -> None:
+    # NaN rows follow those of A: a tile that hangs over the end must not read them into a result.
+    longer, b = random_a(m + 3, k), random_b(n, k)
+    inside = torch.arange(m + 3, device="cuda") < m
+    values, scales = with_m_major_scales(poison_rows(longer, inside))
+    out = Output(m, n)
+    ops.fp8_gemm_nt((values[:m], scales[:m]), b.pair, out.tensor)
+    out.assert_written()
+    assert_close(out.tensor, product(longer[:m], b), f"M, N, K = {m}, {n}, {k}")
+
+
+@pytest.mark.parametrize(("n", "k"), DENSE_N_K + SMALL_N_K)
+@pytest.mark.parametrize("m", DENSE_M)
+def test_dense_is_right(m: int, n: int, k: int) -> None:
+    check_dense(m, n, k)
+
+
+# --- contiguous
+
+
+@pytest.mark.parametrize("prefix_sums", [False, True], ids=["row_index", "prefix_sums"])
+@pytest.mark.parametrize(("groups", "n", "k"), GROUPS_N_K)
+def test_contiguous_groups_are_right(groups: int, n: int, k: int, prefix_sums: bool) -> None:
+    check_contiguous(group_rows(uneven(groups), extra_rows=128), n, k, prefix_sums=prefix_sums)
+
+
+@pytest.mark.parametrize("prefix_sums", [False, True], ids=["row_index", "prefix_sums"])
+@pytest.mark.parametrize("alignment", [64, 128, 192, 256])
+@pytest.mark.parametrize("sizes", [(1, 7, 64, 127, 129), (128, 0, 0, 5, 0, 0, 0, 123), (0, 0, 300), (300, 0, 0)], ids=str)
+def test_groups_start_at_any_alignment(sizes: tuple[int, ...], alignment: int, prefix_sums: bool) -> None:
+    tile_rows = 128 if alignment % 128 == 0 else 64
+    rows = group_rows(sizes, alignment, extra_rows=alignment)
+    check_contiguous(rows, 264, 272, prefix_sums=prefix_sums, alignment=alignment, tile_rows=tile_rows)
+
+
+@pytest.mark.parametrize("prefix_sums", [False, True], ids=["row_index", "prefix_sums"])
+def test_the_last_group_needs_no_padding(prefix_sums: bool) -> None:
+    check_contiguous(group_rows((100, 33, 7), ragged_end=True), 264, 272, prefix_sums=prefix_sums)
+
+
+# --- masked
+
+
+@pytest.mark.parametrize("expected_m", [16, 128])
+@pytest.mark.parametrize(("groups", "n", "k"), GROUPS_N_K)
+def test_masked_groups_are_right(groups: int, n: int, k: int, expected_m: int) -> None:
+    check_masked(uneven(groups), MAX_M, n, k, expected_m)
+
+
+@pytest.mark.parametrize("expected_m", [-1, 0, 1, 129, 1 << 40])
+def test_a_wrong_hint_skips_no_row(expected_m: int) -> None:
+    check_masked((128, 0, 0, 5, 0, 0, MAX_M, 123), MAX_M, 576, 400, expected_m)
+
+
+@pytest.mark.parametrize("max_m", [8, 16, 32])
+def test_masked_groups_of_few_rows_are_right(max_m: int) -> None:
+    check_masked(range(max_m + 1), max_m, 576, 272, max_m)
+
+
+# --- every kernel
+
+
+def problems_of_this_file() -> list[GemmProblem]:
+    dense = [GemmProblem(m, n, k) for n, k in DENSE_N_K + SMALL_N_K for m in DENSE_M]
+    contiguous = [
+        GemmProblem(group_rows(uneven(groups), extra_rows=128).total, n, k, groups, layout)
+        for groups, n, k in GROUPS_N_K
+        for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
+    ]
+    masked = [GemmProblem(m, n, k, groups, Layout.MASKED) for groups, n, k in GROUPS_N_K for m in (16, 128)]
+    return dense + contiguous + masked
+
+
+def test_selection_reaches_every_gemm_kernel_with_these_problems() -> None:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    limits = limits_of("sm_90a", sms)
+    assert {select(problem, limits) for problem in problems_of_this_file()} == set(GEMMS)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
+def test_every_kernel_is_right_in_every_layout(spec: KernelSpec, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def forced(problem: GemmProblem, _limits: object) -> KernelSpec:
+        asked.append(problem.layout)
+        return spec
+
+    monkeypatch.setattr("deepgemm_jit.ops.gemm.select", forced)
+    block_m = spec.block[0]
+    n, k, sizes = 264, 1296, (130, 0, 1, 257, 64)  # more k-blocks than stages
+    if layout is Layout.DENSE:
+        check_dense(300, n, k)
+    elif layout is Layout.MASKED:
+        check_masked(sizes, MAX_M, n, k, expected_m=64)
+    else:
+        rows = group_rows(sizes, alignment=block_m, extra_rows=block_m)
+        prefix_sums = layout is Layout.PREFIX_SUMS
+        check_contiguous(rows, n, k, prefix_sums=prefix_sums, alignment=block_m, tile_rows=block_m)
+    assert set(asked) == {layout}
+
+
+@pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
+def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepgemm_jit.ops.gemm.select", lambda _problem, _limits: spec)
+    check_dense(2500, 2056, 272)

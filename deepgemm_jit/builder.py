@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +53,6 @@ class Builder:
         self.settings = read_settings() if settings is None else settings
         self.store = Store.open(self.settings) if store is None else store
         self._requests: dict[KernelSpec, Request] = {}
-        self._threads = threading.Lock()
 
     def set_policy(self, policy: CompilePolicy) -> None:
         """Change the compile policy for all builds that follow."""
@@ -95,9 +93,8 @@ class Builder:
             raise KernelNotBuiltError(kernel=spec.name, store=self.store.describe(), command=command)
         if self.settings.compile == "warn":
             logger.warning("compiling %s now: no warm-up had built it", spec.name, stack_info=True)
-        # The lock in the process keeps its threads from waiting on each other's file lock, which one process holds as a whole.
-        with self._threads, self.store.lock(request.key):
-            # Another process may have published while this one waited.
+        with self.store.lock(request.key, spec.name):
+            # Another process or thread may have published while this one waited.
             cubin = self._stored(request, max_cuda_major)
             if cubin is not None:
                 return Built(cubin, "cached", True, time.perf_counter() - start)

@@ -34,7 +34,7 @@ def compile_options(arch: str) -> tuple[str, ...]:
     ``--no-source-include`` keeps NVRTC from reading headers out of the working directory, and ``-default-device`` spares the
     sources a ``__device__`` on every constant; ptxas' report goes to the log.
     """
-    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "--no-source-include", "--ptxas-options=-v")
+    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "--no-source-include", "--no-cache", "--ptxas-options=-v")
 
 
 @cache

@@ -162,7 +162,7 @@ def _operand(matrices: Matrices, k: int, rows: int, groups: int, block: int) -> 
     # A single matrix has no group stride; the map wants a valid number all the same.
     group_stride = matrices.group_stride if groups > 1 else matrices.row_stride
     return BoxedTensor(
-        matrices.address, "e4m3", (k, rows, groups), (matrices.row_stride, group_stride), (BLOCK_K, block, 1), swizzled=True
+        matrices.address, "u8", (k, rows, groups), (matrices.row_stride, group_stride), (BLOCK_K, block, 1), swizzled=True
     )
 
 

@@ -18,7 +18,7 @@ class BoxedTensor(NamedTuple):
 
     Attributes:
         address: of the first element, a multiple of 16 bytes.
-        dtype: "e4m3" or "f32".
+        dtype: "u8" or "f32".
         dims: elements, innermost first.
         strides_bytes: of the second and third dimension, multiples of 16.
         box: elements, innermost first.
@@ -26,7 +26,7 @@ class BoxedTensor(NamedTuple):
     """
 
     address: int
-    dtype: Literal["e4m3", "f32"]
+    dtype: Literal["u8", "f32"]
     dims: tuple[int, int, int]
     strides_bytes: tuple[int, int]
     box: tuple[int, int, int]

@@ -2,7 +2,8 @@
 //
 // Warp-specialised and persistent. One thread of the last warpgroup keeps the copy engine busy over a ring of stages; the other
 // warpgroups multiply. The tensor core sums FP8 products with fewer bits than float32, so the sum of each k-block (128 columns)
-// is scaled and added to float32 totals on the CUDA cores; while one warpgroup does that, the other one multiplies.
+// is scaled and added to float32 totals on the CUDA cores, while the tensor core works on the next k-block (of this warpgroup
+// where registers allow two sums, of the other warpgroup in any case).
 #pragma once
 #include "dj/epilogue/store_rows.cuh"
 #include "dj/mma/wgmma.cuh"
@@ -33,6 +34,15 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kProducerRegisters = 40;
     static constexpr uint32_t kConsumerRegisters = 232;
 
+    // Two sums in registers beside the totals: with 64 x 192 or two waves there is room for one.
+    static constexpr bool kOverlaps = kWaves == 1 && kBlockN <= 128;
+
+    // B scales that a tile meets in one k-block: a second one where it crosses a multiple of 128 columns. Columns come in chunks
+    // of one scale each.
+    static constexpr uint32_t kScalesB = kScaleBlock % kBlockN == 0 ? 1 : 2;
+    static constexpr uint32_t kChunk = kScalesB == 1 ? kBlockN : 64;
+    static constexpr uint32_t kChunks = kBlockN / kChunk;
+
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kBlockN * kBlockK;
     static constexpr uint32_t kBytesScales = kBlockM * 4;
@@ -46,8 +56,8 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kOffsetEmpty = kOffsetFull + kStages * 8;
     static constexpr uint32_t kOffsetScaleB = kOffsetEmpty + kStages * 8;
     static constexpr uint32_t kOffsetGroups = kOffsetFull + 256;
-    static_assert(kStages * 20 <= 256, "barriers and B scales have 256 bytes");
-    static_assert(kBlockN % 16 == 0 && kScaleBlock % kBlockN == 0, "a tile meets one B scale per k-block");
+    static_assert(kStages * (16 + 4 * kScalesB) <= 256, "barriers and B scales have 256 bytes");
+    static_assert(kBlockN % 16 == 0 && (kScalesB == 1 || kBlockN == 192), "chunks of 64 columns start at multiples of 64");
 
     // Position in the ring of stages: full and empty phases alternate each round.
     struct Ring {
@@ -102,27 +112,144 @@ struct Fp8Gemm1d2d {
 
     __device__ static void produce(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_scales,
                                    const GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
+        const uint32_t last_scale_row = ceil_div(arguments.shape.n, kScaleBlock) - 1;
         Ring ring;
         Tile tile;
         while (scheduler.next(tile)) {
-            const float* b_scales = arguments.b_scales + tile.group * arguments.b_scales_group_stride +
-                                    tile.column / kScaleBlock * arguments.b_scales_row_stride;
+            const uint32_t scale_row = tile.column / kScaleBlock;
+            const float* b_scales =
+                arguments.b_scales + tile.group * arguments.b_scales_group_stride + scale_row * arguments.b_scales_row_stride;
+            // A tile at the last columns meets one scale only; the second one is then any valid number.
+            const int64_t second = scale_row < last_scale_row ? arguments.b_scales_row_stride : 0;
 #pragma unroll 1
             for (uint32_t block = 0; block < arguments.k_blocks; ++block, ring.advance()) {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
+                const uint32_t scale_b = base + kOffsetScaleB + ring.stage * (4 * kScalesB);
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
                 barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales);
                 load_box(map_b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group);
                 load_box(map_a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
                 load_box(map_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, block, tile.a_group);
-                load_float(full, base + kOffsetScaleB + ring.stage * 4, b_scales + block);
+                load_float(scale_b, b_scales + block);
+                if constexpr (kScalesB == 2) load_float(scale_b + 4, b_scales + second + block);
+                arrive_when_loaded(full);
             }
+        }
+    }
+
+    // What one warp of a consumer needs to know in the main loop.
+    struct Consumer {
+        const uint8_t* shared;
+        uint32_t base;
+        uint32_t first_product;  // of the tile's products of 64 rows
+        uint32_t scale_row;      // of this thread's upper row in the first of them
+        uint32_t scale_change;   // first column of the tile that takes the second B scale
+    };
+
+    // Scales of the thread's upper and lower row, for each chunk of columns.
+    using RowScales = float[kChunks][2];
+
+    // Issues the product of one k-block and reads its scales. Nothing waits: `sums` is written when the group completes.
+    __device__ static void issue(const Consumer& self, const Ring& ring, uint32_t wave, float (&sums)[kBlockN / 2],
+                                 RowScales& scales) {
+        const float* a_scales =
+            reinterpret_cast<const float*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + self.scale_row + wave * 64;
+        const float* b_scales = reinterpret_cast<const float*>(self.shared + kOffsetScaleB) + ring.stage * kScalesB;
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
+            const float b = kScalesB == 1 || chunk * kChunk < self.scale_change ? b_scales[0] : b_scales[kScalesB - 1];
+            scales[chunk][0] = a_scales[0] * b;
+            scales[chunk][1] = a_scales[8] * b;
+        }
+        const uint64_t a = descriptor(self.base + ring.stage * kBytesA + (self.first_product + wave) * (64 * kBlockK));
+        const uint64_t b = descriptor(self.base + kOffsetB + ring.stage * kBytesB);
+        hold(sums);
+        products_begin();
+#pragma unroll
+        for (uint32_t k = 0; k < kBlockK / kProductK; ++k)
+            Product::issue(a + k * kDescriptorStep, b + k * kDescriptorStep, sums, k != 0);
+        products_commit();
+        hold(sums);
+    }
+
+    // Adds a completed sum to the totals.
+    __device__ static void promote(float (&totals)[kBlockN / 2], float (&sums)[kBlockN / 2], const RowScales& scales) {
+        hold(sums);
+#pragma unroll
+        for (uint32_t i = 0; i < kBlockN / 2; i += 4) {
+            const uint32_t chunk = i * 2 / kChunk;
+            totals[i] += scales[chunk][0] * sums[i];
+            totals[i + 1] += scales[chunk][0] * sums[i + 1];
+            totals[i + 2] += scales[chunk][1] * sums[i + 2];
+            totals[i + 3] += scales[chunk][1] * sums[i + 3];
+        }
+    }
+
+    __device__ static void wait_full(const Consumer& self, const Ring& ring) {
+        barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
+    }
+
+    __device__ static void release(const Consumer& self, const Ring& ring) {
+        if (lane_id() == 0) barrier_arrive(self.base + kOffsetEmpty + ring.stage * 8);
+    }
+
+    // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes.
+    __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks, float (&totals)[kWaves][kBlockN / 2]) {
+        float sums[kBlockN / 2];
+        RowScales scales;
+#pragma unroll 1
+        for (uint32_t block = 0; block < k_blocks; ++block, ring.advance()) {
+            wait_full(self, ring);
+#pragma unroll
+            for (uint32_t wave = 0; wave < kWaves; ++wave) {
+                issue(self, ring, wave, sums, scales);
+                products_wait<0>();
+                if (wave == kWaves - 1) release(self, ring);
+                promote(totals[wave], sums, scales);
+            }
+        }
+    }
+
+    // Main loop with two sums: the product of the next k-block is under way while this one is promoted.
+    __device__ static void multiply_overlapped(const Consumer& self, Ring& ring, uint32_t k_blocks, float (&totals)[kBlockN / 2]) {
+        float even[kBlockN / 2], odd[kBlockN / 2];
+        RowScales even_scales, odd_scales;
+        Ring done = ring;
+        const auto start = [&](float (&sums)[kBlockN / 2], RowScales& scales) {
+            wait_full(self, ring);
+            issue(self, ring, 0, sums, scales);
+            ring.advance();
+        };
+        const auto finish = [&](float (&sums)[kBlockN / 2], const RowScales& scales) {
+            release(self, done);
+            done.advance();
+            promote(totals, sums, scales);
+        };
+        start(even, even_scales);
+        uint32_t left = k_blocks - 1;
+#pragma unroll 1
+        for (; left >= 2; left -= 2) {
+            start(odd, odd_scales);
+            products_wait<1>();
+            finish(even, even_scales);
+            start(even, even_scales);
+            products_wait<1>();
+            finish(odd, odd_scales);
+        }
+        if (left == 1) {
+            start(odd, odd_scales);
+            products_wait<1>();
+            finish(even, even_scales);
+            products_wait<0>();
+            finish(odd, odd_scales);
+        } else {
+            products_wait<0>();
+            finish(even, even_scales);
         }
     }
 
     __device__ static void consume(const GemmArguments& arguments, Scheduler& scheduler, uint8_t* shared, uint32_t base,
                                    uint32_t warpgroup, uint32_t warp) {
-        const uint32_t lane = lane_id();
         const uint32_t warp_row = warpgroup * (64 * kWaves) + warp % 4 * 16;  // of the tile, first wave
         uint8_t* strip = shared + kOffsetStrips + warp * kBytesStrip;
         Ring ring;
@@ -134,41 +261,13 @@ struct Fp8Gemm1d2d {
 #pragma unroll
                 for (uint32_t i = 0; i < kBlockN / 2; ++i) totals[wave][i] = 0.0f;
 
-            // --- main loop
-#pragma unroll 1
-            for (uint32_t block = 0; block < arguments.k_blocks; ++block, ring.advance()) {
-                barrier_wait(base + kOffsetFull + ring.stage * 8, ring.phase);
-                const float scale_b = *reinterpret_cast<const float*>(shared + kOffsetScaleB + ring.stage * 4);
-                const float* scales =
-                    reinterpret_cast<const float*>(shared + kOffsetScales + ring.stage * kBytesScales) + warp_row + lane / 4;
-                const uint64_t b = descriptor(base + kOffsetB + ring.stage * kBytesB);
-#pragma unroll
-                for (uint32_t wave = 0; wave < kWaves; ++wave) {
-                    const uint64_t a =
-                        descriptor(base + ring.stage * kBytesA + (warpgroup * kWaves + wave) * (64 * kBlockK));
-                    const float upper = scales[wave * 64] * scale_b;
-                    const float lower = scales[wave * 64 + 8] * scale_b;
-                    float sums[kBlockN / 2];
-                    hold(sums);
-                    products_begin();
-#pragma unroll
-                    for (uint32_t k = 0; k < kBlockK / kProductK; ++k)
-                        Product::issue(a + k * kDescriptorStep, b + k * kDescriptorStep, sums, k != 0);
-                    products_commit();
-                    hold(sums);
-                    products_wait<0>();
-                    if (wave == kWaves - 1 && lane == 0) barrier_arrive(base + kOffsetEmpty + ring.stage * 8);
-#pragma unroll
-                    for (uint32_t i = 0; i < kBlockN / 2; i += 4) {
-                        totals[wave][i] += upper * sums[i];
-                        totals[wave][i + 1] += upper * sums[i + 1];
-                        totals[wave][i + 2] += lower * sums[i + 2];
-                        totals[wave][i + 3] += lower * sums[i + 3];
-                    }
-                }
+            const Consumer self{shared, base, warpgroup * kWaves, warp_row + lane_id() / 4, kScaleBlock - tile.column % kScaleBlock};
+            if constexpr (kOverlaps) {
+                multiply_overlapped(self, ring, arguments.k_blocks, totals[0]);
+            } else {
+                multiply_in_turn(self, ring, arguments.k_blocks, totals);
             }
 
-            // --- epilogue
 #pragma unroll
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
                 const uint32_t row = tile.row + warp_row + wave * 64;

@@ -23,9 +23,13 @@ __device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t
         : "memory");
 }
 
-// cp.async of one float, then cp.async.mbarrier.arrive.noinc: the barrier's phase waits for the float, no thread does.
-__device__ inline void load_float(uint32_t barrier, uint32_t destination, const float* source) {
+// cp.async of one float.
+__device__ inline void load_float(uint32_t destination, const float* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc: one arrival once this thread's cp.async copies so far are there; the thread does not wait.
+__device__ inline void arrive_when_loaded(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 

@@ -134,7 +134,9 @@ class _Worker:
         return None
 
     def close(self) -> None:
-        """Let go of the pipes of a process that has ended."""
+        """Let go of the pipes of a process that has ended, and pass on what it said last."""
+        self._messages.read()
+        self._pass_on_messages()
         self._answers.close()
         self._messages.close()
         with contextlib.suppress(BrokenPipeError):  # a kernel it never read

@@ -1,0 +1,100 @@
+"""``doctor``, as a process of its own: it asks the driver, and the tests' process must stay without CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepgemm_jit.spec import kernel_set
+
+pytestmark = pytest.mark.nvrtc
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+Environment = dict[str, str]
+Checks = dict[str, dict[str, Any]]
+Doctor = Callable[..., Checks]
+
+
+@pytest.fixture
+def doctor(program: Program) -> Doctor:
+    """Return a function that gives doctor's checks by name, having seen that status, text and JSON agree on them."""
+
+    def ask(*arguments: str, environment: Environment | None = None) -> Checks:
+        command = ("-m", "deepgemm_jit", "doctor", *arguments)
+        finished, text = (program(*command, *extra, environment=environment) for extra in (("--json",), ()))
+        payload = json.loads(finished.stdout)
+        faults = [check for check in payload["checks"] if not check["ok"]]
+        assert payload["ok"] is not bool(faults)
+        assert (finished.returncode, text.returncode) == (int(bool(faults)),) * 2
+        assert all(check["fix"] and check["fix"] in text.stdout for check in faults)
+        assert text.stdout.count("FAULT") == len(faults)
+        assert all(set(check) == {"name", "ok", "detail", "fix"} for check in payload["checks"])
+        return {check["name"]: check for check in payload["checks"]}
+
+    return ask
+
+
+def faults(checks: Checks) -> list[str]:
+    return [name for name, check in checks.items() if not check["ok"]]
+
+
+def test_every_part_is_checked_and_a_sound_installation_has_no_fault(doctor: Doctor) -> None:
+    checks = doctor()
+    assert list(checks) == ["versions", "settings", "nvrtc", "headers", "driver", "store", "kernels of sm_90a"]
+    assert faults(checks) == []
+    assert f"0 of {len(kernel_set('sm_90a'))}" in checks["kernels of sm_90a"]["detail"]
+
+
+def test_each_setting_is_printed_with_its_origin(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_JOBS", "3")
+    lines = doctor("--cache-dir", str(tmp_path / "given"))["settings"]["detail"].splitlines()
+    assert f"cache_dir = {tmp_path / 'given'} (from argument)" in lines
+    assert "jobs = 3 (from DEEPGEMM_JIT_JOBS)" in lines
+    assert "compile = auto (from default)" in lines
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check", "says"),
+    [
+        ("JOBS", "0", "settings", "DEEPGEMM_JIT_JOBS"),
+        ("NO_SUCH_SETTING", "1", "settings", "DEEPGEMM_JIT_NO_SUCH_SETTING"),
+        ("CACHE_DIR", "/proc/no-store-here", "store", "/proc/no-store-here"),
+        ("COMPILE", "never", "kernels of sm_90a", "0 of"),
+    ],
+)
+def test_a_fault_is_found_and_the_other_checks_go_on(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, check: str, says: str
+) -> None:
+    monkeypatch.setenv(f"DEEPGEMM_JIT_{variable}", value)
+    checks = doctor()
+    assert faults(checks) == [check]
+    assert says in checks[check]["detail"]
+
+
+def test_a_store_that_others_may_write_is_a_fault(doctor: Doctor, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    checks = doctor("--cache-dir", str(shared))
+    assert faults(checks) == ["store"]
+    assert str(shared) in checks["store"]["detail"]
+
+
+def test_without_the_packages_of_cuda_nvrtc_is_a_fault_with_its_cause_and_the_driver_is_none(
+    doctor: Doctor, hiding: Callable[[str], Environment]
+) -> None:
+    checks = doctor(environment=hiding("cuda"))
+    assert faults(checks) == ["nvrtc"]
+    assert "No module named cuda" in checks["nvrtc"]["detail"]
+    assert "pip install" in checks["nvrtc"]["fix"]
+
+
+def test_no_environment_but_a_path_is_needed(doctor: Doctor) -> None:
+    checks = doctor(environment={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": "/nonexistent"})
+    assert faults(checks) == []

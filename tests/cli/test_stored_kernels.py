@@ -1,0 +1,203 @@
+"""Commands around a store that a real warm-up filled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deepgemm_jit.cli import main, progress
+from deepgemm_jit.spec import kernel_set
+
+pytestmark = pytest.mark.nvrtc
+
+WHOLE_SET = kernel_set("sm_90a")
+KERNEL = WHOLE_SET[0].name
+DEEPSEEK = Path(__file__).parents[1] / "data" / "models" / "deepseek-v3"
+
+Run = Callable[..., Result]
+Answer = Callable[..., dict[str, Any]]
+Environment = dict[str, str]
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the whole set; tests work on copies."""
+    root = tmp_path_factory.mktemp("full") / "store"
+    result = CliRunner().invoke(main, ["warmup", "--arch", "sm_90a", "--jobs", "2", "--cache-dir", str(root), "--json"])
+    assert json.loads(result.stdout)["compiled"] == len(WHOLE_SET), result.output
+    return root
+
+
+@pytest.fixture
+def store(full_store: Path, cache_dir: Path) -> Path:
+    shutil.copytree(full_store, cache_dir)
+    return cache_dir
+
+
+def index_of(store: Path, name: str) -> Path:
+    return next(file for file in store.glob("v1/kernels/*.json") if json.loads(file.read_text())["entry"] == name)
+
+
+def test_a_warm_up_compiles_what_is_missing_and_nothing_on_the_next_run(answer: Answer, cache_dir: Path) -> None:
+    first = answer("warmup", "--arch", "sm_90a", "--jobs", 2)
+    assert set(first) >= {"arch", "kernels", "compiled", "cached", "failed", "seconds", "store"}
+    whole = len(WHOLE_SET)
+    assert [first[key] for key in ("arch", "kernels", "compiled", "cached", "failed")] == ["sm_90a", whole, whole, 0, []]
+    assert first["store"] == str(cache_dir)
+    second = answer("warmup", "--arch", "sm_90a", "--jobs", 2)
+    assert [second[key] for key in ("kernels", "compiled", "cached", "failed")] == [whole, 0, whole, []]
+
+
+def test_verify_of_a_full_store_misses_nothing(answer: Answer, store: Path) -> None:
+    payload = answer("verify", "--arch", "sm_90a")
+    assert payload == {"ok": True, "checked": len(WHOLE_SET), "bad": [], "missing": []}
+
+
+def test_verify_of_a_model_asks_for_its_plan_only(answer: Answer, cache_dir: Path) -> None:
+    built = answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--jobs", 2)["compiled"]
+    assert answer("verify", "--arch", "sm_90a", "--model", DEEPSEEK)["ok"]
+    assert len(answer("verify", "--arch", "sm_90a", status=1)["missing"]) == len(WHOLE_SET) - built > 0
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [flip, lambda file: file.write_bytes(b""), Path.unlink], ids=["flipped bit", "empty", "gone"])
+@pytest.mark.parametrize("part", ["index", "object"])
+def test_verify_finds_a_damaged_entry_leaves_it_there_and_a_warm_up_mends_it(
+    answer: Answer, store: Path, part: str, damage: Callable[[Path], object]
+) -> None:
+    index = index_of(store, KERNEL)
+    digest = json.loads(index.read_text())["object"]["sha256"]
+    file = index if part == "index" else store / "v1" / "objects" / digest[:2] / digest
+    damage(file)
+    before = sorted(path.name for path in store.rglob("*"))
+    payload = answer("verify", "--arch", "sm_90a", status=1)
+    whole = part == "index" and not file.exists()
+    assert [kernel["name"] for kernel in payload["missing"]] == [KERNEL]
+    assert len(payload["bad"]) == (0 if whole else 1)
+    assert payload["checked"] == len(WHOLE_SET) - whole
+    assert sorted(path.name for path in store.rglob("*")) == before
+    mended = answer("warmup", "--arch", "sm_90a", "--jobs", 2)
+    assert (mended["compiled"], mended["cached"]) == (1, len(WHOLE_SET) - 1)
+    assert answer("verify", "--arch", "sm_90a")["ok"]
+
+
+def test_the_command_that_verify_names_builds_what_is_missing(answer: Answer, store: Path) -> None:
+    index_of(store, KERNEL).unlink()
+    command = answer("verify", "--arch", "sm_90a", status=1)["missing"][0]["command"].split()
+    assert command[0] == "deepgemm-jit"
+    assert answer(*command[1:])["compiled"] == 1
+    assert answer("verify", "--arch", "sm_90a")["ok"]
+
+
+def test_list_gives_the_facts_of_every_entry(answer: Answer, run: Run, store: Path) -> None:
+    payload = answer("list")
+    assert payload["store"] == str(store)
+    assert {entry["name"] for entry in payload["entries"]} == {spec.name for spec in WHOLE_SET}
+    assert all(entry["facts"]["registers"] > 0 and entry["size_bytes"] > 0 for entry in payload["entries"])
+    assert all(spec.name in run("list").stdout for spec in WHOLE_SET)
+
+
+def test_show_gives_the_facts_of_a_kernel_and_its_source(answer: Answer, run: Run, store: Path) -> None:
+    payload = answer("show", KERNEL)
+    (entry,) = payload["entries"]
+    assert entry["current"]
+    assert entry["facts"]["registers"] > 0
+    text = run("show", KERNEL).stdout
+    assert payload["source"] in text
+    assert str(entry["facts"]["registers"]) in text
+
+
+def test_show_tells_an_entry_of_other_sources_from_the_current_one(
+    answer: Answer, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = index_of(store, KERNEL)
+    other = "0" * 64
+    monkeypatch.setattr("deepgemm_jit.builder.request_key", lambda **_fields: other)
+    (entry,) = answer("show", KERNEL)["entries"]
+    assert not entry["current"]
+    assert index.name.startswith(entry["key"])
+
+
+def test_a_warm_up_is_a_bar_on_a_terminal(program: Program, cache_dir: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += (some := os.read(ours, 65536))
+            except OSError:  # the terminal has no writer any more
+                break
+            if not some:
+                break
+        stdout, _ = process.communicate(timeout=120)
+    os.close(ours)
+    assert process.returncode == 0
+    assert f"/{len(WHOLE_SET)}".encode() in shown
+    assert "compiled" in stdout
+    assert "\x1b" not in stdout
+
+
+def test_a_warm_up_is_a_line_now_and_then_in_a_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.05)
+    result = run("warmup", "--arch", "sm_90a", "--jobs", 1)
+    lines = [line for line in result.stderr.splitlines() if f" of {len(WHOLE_SET)} kernels after " in line]
+    assert len(lines) > 1
+    assert "\x1b" not in result.stderr
+
+
+def test_a_warm_up_is_quiet_for_programs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.05)
+    assert run("warmup", "--arch", "sm_90a", "--jobs", 2, "--json").stderr == ""
+
+
+def test_a_warm_up_without_nvrtc_exits_with_1_and_says_once_what_is_missing(
+    program: Program, hiding: Callable[[str], Environment]
+) -> None:
+    finished = program("-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2", environment=hiding("cuda"))
+    assert finished.returncode == 1
+    assert finished.stderr.count("pip install") == 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_full_store_is_found_complete_without_nvrtc(
+    program: Program, hiding: Callable[[str], Environment], store: Path
+) -> None:
+    environment = hiding("cuda")
+    for command in ("warmup", "verify"):
+        finished = program("-m", "deepgemm_jit", command, "--arch", "sm_90a", environment=environment)
+        assert finished.returncode == 0, finished.stderr
+
+
+def test_compile_errors_are_printed_with_the_log_and_no_traceback(program: Program, cache_dir: Path, tmp_path: Path) -> None:
+    planted = (
+        "import deepgemm_jit.builder as builder\n"
+        "builder.compile_options = lambda arch: ('--gpu-architecture=sm_90a', '--no-such-option')\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(planted)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    finished = program("-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--json", environment=environment)
+    assert finished.returncode == 1
+    failed = json.loads(finished.stdout)["failed"]
+    assert {kernel["name"] for kernel in failed} == {spec.name for spec in WHOLE_SET}
+    assert all("no-such-option" in kernel["error"] for kernel in failed)
+    assert "Traceback" not in finished.stderr
+    assert not any(cache_dir.glob("v1/kernels/*"))

@@ -363,7 +363,8 @@ def main() -> int:
     record = environment(PACKAGES)
     record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version(), "cuda": torch.version.cuda}
     record["versions"]["deep_gemm"] = package_version("sgl-deep-gemm", "deep-gemm", "deep_gemm") if peer else None
-    print(f"{record['machine']['gpu']}, driver {record['machine']['driver']}, {record['versions']}")
+    print(f"{record['machine']['gpu']}, driver {record['machine']['driver']}, CUDA {record['machine']['cuda']}")
+    print(", ".join(f"{name} {version}" for name, version in record["versions"].items()))
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     rows: list[Row] = []
     summaries: dict[Kind, dict[str, Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -191,3 +192,18 @@ def test_arguments_that_mean_nothing_are_refused_by_name(arguments: dict[str, ob
 def test_a_model_without_a_plan_is_refused_with_its_reasons(models: Path) -> None:
     with pytest.raises(UnsupportedError, match="expert_dtype = fp4"):
         warm_up("sm_90a", models / "deepseek-v4-flash")
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "waiting for a lock"])
+def test_a_worker_whose_parent_is_gone_ends(busy: bool) -> None:
+    builder, spec = Builder(), WHOLE_SET[-1]
+    job = json.dumps({"spec": spec.text}) + "\n" if busy else ""
+    with builder.store.lock(builder.request(spec).key) as held:
+        assert held
+        worker = subprocess.Popen(
+            [sys.executable, "-m", WORKER_MODULE], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        # The lock is waited for longer than this test waits for the worker's end.
+        assert read_settings().lock_timeout_s > PATIENCE_S
+        worker.communicate(job, timeout=PATIENCE_S)
+        assert worker.returncode == int(busy)

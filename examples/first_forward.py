@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import silu
 
 from deepgemm_jit import ops
 
@@ -92,7 +92,7 @@ def forward(hidden: torch.Tensor, routing: Routing, gate_up: Scaled, down: Scale
     ops.m_grouped_fp8_gemm_nt_contiguous(a, gate_up, out, routing.m_indices)
 
     gate, up = out.chunk(2, dim=-1)
-    activated = ops.per_token_cast_to_fp8(F.silu(gate) * up)
+    activated = ops.per_token_cast_to_fp8(silu(gate) * up)
     result = gathered.new_empty((len(gathered), HIDDEN))
     ops.m_grouped_fp8_gemm_nt_contiguous(activated, down, result, routing.m_indices)
     return Product("gate_up", a, gate_up, out), Product("down", activated, down, result)

@@ -1,0 +1,109 @@
+"""Operations on tensors without memory: shapes and dtypes, no compile, no CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import deepgemm_jit
+from deepgemm_jit import ops
+
+pytestmark = pytest.mark.none
+
+E4M3, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("m", "k", "stride"), [(0, 128, 4), (1, 16, 4), (7, 144, 8), (77, 2880, 80), (128, 7168, 128)], ids=str)
+def test_the_cast_gives_values_and_m_major_scales(m: int, k: int, stride: int, dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        values, scales = ops.per_token_cast_to_fp8(torch.empty((m, k), dtype=dtype))
+    assert (values.shape, values.dtype, values.stride()) == ((m, k), E4M3, (k, 1))
+    assert (scales.shape, scales.dtype, scales.stride()) == ((m, -(-k // 128)), F32, (1, stride))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((7, 9), (1, 8)), ((77, 56), (1, 80)), ((3, 7, 9), (72, 1, 8)), ((0, 9), (1, 4))], ids=str
+)
+def test_scales_are_laid_out_m_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    with FakeTensorMode():
+        turned = torch.ops.deepgemm_jit.get_mn_major_tma_aligned_tensor(torch.empty(shape))
+    assert (turned.shape, turned.dtype, turned.stride()) == (shape, F32, strides)
+
+
+@pytest.mark.parametrize("m", [0, 1, 77])
+def test_products_return_nothing_and_keep_their_output(m: int) -> None:
+    with FakeTensorMode():
+        a, b = ops.per_token_cast_to_fp8(torch.empty((m, 144))), (torch.empty((264, 144), dtype=E4M3), torch.empty((3, 2)))
+        out = torch.empty((m, 264), dtype=BF16)
+        assert torch.ops.deepgemm_jit.fp8_gemm_nt(*a, *b, out) is None
+
+        grouped = torch.empty((4, 264, 144), dtype=E4M3), torch.empty((4, 3, 2))
+        index, ends = torch.empty(m, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+        contiguous = torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_contiguous
+        assert contiguous(*a, *grouped, out, index, False, 128) is None
+        assert contiguous(*a, *grouped, out, ends, True, 64) is None
+
+        masked = torch.empty((4, m, 144), dtype=E4M3), torch.empty((4, m, 2))
+        grouped_out = torch.empty((4, m, 264), dtype=BF16)
+        assert torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_masked(*masked, *grouped, grouped_out, ends, m) is None
+    assert (out.shape, grouped_out.shape) == ((m, 264), (4, m, 264))
+
+
+class CastAndMultiply(torch.nn.Module):
+    def forward(self, x: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
+        a = ops.per_token_cast_to_fp8(x)
+        out = torch.empty((x.shape[0], b.shape[0]), dtype=BF16, device=x.device)
+        ops.fp8_gemm_nt(a, (b, b_scales), out)
+        return out
+
+
+def test_one_graph_takes_any_number_of_rows() -> None:
+    operands = torch.empty((77, 144), dtype=BF16), torch.empty((264, 144), dtype=E4M3), torch.empty((3, 2))
+    rows = torch.export.Dim("rows", min=2, max=1 << 20)
+    exported = torch.export.export(CastAndMultiply(), operands, dynamic_shapes=({0: rows}, None, None))
+    called = [str(node.target) for node in exported.graph.nodes if "deepgemm_jit" in str(node.target)]
+    assert called == ["deepgemm_jit.per_token_cast_to_fp8.default", "deepgemm_jit.fp8_gemm_nt.default"]
+    (output,) = [node for node in exported.graph.nodes if node.op == "output"]
+    shape = output.args[0][0].meta["val"].shape
+    assert not isinstance(shape[0], int) and shape[1] == 264
+
+
+_FAKE_CALLS = """
+import json, sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with_torch = set(sys.modules)  # newer torch brings the driver's bindings along
+from deepgemm_jit import ops
+
+with FakeTensorMode():
+    a = ops.per_token_cast_to_fp8(torch.empty(77, 144))
+    b = torch.empty((264, 144), dtype=torch.float8_e4m3fn), torch.empty(3, 2)
+    ops.fp8_gemm_nt(a, b, torch.empty((77, 264), dtype=torch.bfloat16))
+ours = sorted(name for name in set(sys.modules) - with_torch if name.startswith("cuda"))
+print(json.dumps({"started": torch.cuda.is_initialized(), "nvrtc": "cuda.bindings.nvrtc" in sys.modules, "ours": ours}))
+"""
+
+
+def test_a_fake_call_starts_no_cuda_loads_no_compiler_and_makes_no_store(cache_dir: Path) -> None:
+    paths = [str(Path(deepgemm_jit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    child = subprocess.run(
+        [sys.executable, "-c", _FAKE_CALLS], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout) == {"started": False, "nvrtc": False, "ours": []}
+    assert not cache_dir.exists()

@@ -32,7 +32,7 @@ PEER: dict[str, Any] = {
     "what": "DeepGEMM's sm90 FP8 1D2D GEMM, nvcc 13.0, one kernel",
     "cold_compile_s": 4.2,
     "peak_bytes": 466_000_000,
-    "source": "recorded in another run (sgl-deep-gemm 0.1.4, a 2-core CPU machine, measured 2026-11-30), not measured by this one",
+    "source": "recorded in another run (sgl-deep-gemm 0.1.4, 2-core CPU machine, measured 2026-11-30), not measured by this one",
 }
 
 

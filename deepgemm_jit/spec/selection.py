@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from deepgemm_jit.errors import UnsupportedError
 from deepgemm_jit.spec.kernel import CAST_TO_FP8, FP8_GEMM, KernelSpec
-from deepgemm_jit.spec.kernel_set import CAST_DTYPES, FP8_GEMM_TILES, MAX_GROUPS, kernel_set
+from deepgemm_jit.spec.kernel_set import BLOCK_K, CAST_DTYPES, FP8_GEMM_TILES, MAX_GROUPS, kernel_set
 from deepgemm_jit.spec.problem import CastProblem, GemmProblem, Layout, Limits, Problem, ScaleLayoutProblem
 
 GEMM_DTYPES = (("e4m3", "e4m3", "bf16"),)
@@ -28,8 +28,8 @@ def select(problem: Problem, limits: Limits) -> KernelSpec:
         return next(spec for spec in kernels if spec.family == CAST_TO_FP8 and spec.dtypes[0] == problem.dtype)
     if isinstance(problem, ScaleLayoutProblem):
         return kernels[-1]
-    block = _gemm_tile(problem, limits)
-    return next(spec for spec in kernels if spec.family == FP8_GEMM and spec.block[:2] == block)
+    _refuse(problem)
+    return _gemm_with(_gemm_tile(problem, limits.sms), limits)
 
 
 def tiles(problem: GemmProblem, block_m: int, block_n: int) -> int:
@@ -39,45 +39,51 @@ def tiles(problem: GemmProblem, block_m: int, block_n: int) -> int:
     return rows * columns * (problem.groups if problem.layout is Layout.MASKED else 1)
 
 
-def breakpoints(problem: GemmProblem, max_m: int, arch_sms: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (m, sms) pairs that reach every spec which ``problem`` with any m in 1..max_m and any SM count given can reach.
-
-    Selection sees M only through the rows of tiles, and compares tile counts with the SM count; so it changes only where a
-    row of 64 begins, and no more once the largest tile fills the device several times over.
-    """
-    sms = sorted(set(arch_sms))
-    columns = -(-problem.n // 128) * (problem.groups if problem.layout is Layout.MASKED else 1)
-    settled = 256 * (_WAVES_FOR_256 * sms[-1] // columns + 2)
-    firsts = [1, *range(65, min(max_m, settled) + 1, 64)]
-    return [(m, count) for m in firsts for count in sms if m <= max_m]
-
-
 def reachable(
     problem: GemmProblem, max_m: int, arch: str, shared_memory_bytes: int, arch_sms: Iterable[int]
 ) -> tuple[KernelSpec, ...]:
-    """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted."""
-    found = {
-        select(replace(problem, m=m), Limits(arch, sms, shared_memory_bytes)) for m, sms in breakpoints(problem, max_m, arch_sms)
-    }
-    return tuple(sorted(found))
+    """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
+
+    Complete, because selection sees M only through the rows of tiles, which are multiples of 64, and no M above the settled one:
+    so it can change only at the M looked at here.
+    """
+    firsts = range(1, min(max_m, _SETTLED_M) + 1, 64)
+    sm_counts = sorted(set(arch_sms))
+    blocks = {_gemm_tile(replace(problem, m=m), sms) for m in firsts for sms in sm_counts}
+    limits = Limits(arch, sm_counts[-1], shared_memory_bytes)
+    return tuple(sorted(_gemm_with(block, limits) for block in blocks))
 
 
-_WAVES_FOR_256 = 2
+# A model of one persistent block's time on an H200, in ns: waves x (k-blocks x cost of the tile's k-block + cost of a tile).
+# Fitted to bench/results/tiles.json (dense, contiguous and masked problems timed with every tile): its choice is on average 1 %
+# slower than the best tile.
+_K_BLOCK_NS = {(64, 64): 170, (64, 128): 280, (128, 64): 285, (128, 128): 460, (128, 192): 570, (256, 128): 825}
+_TILE_NS = 1400
+
+_SETTLED_M = 8192
+"""Rows above which more rows change nothing: many waves, whose last one matters little."""
 
 
-def _gemm_tile(problem: GemmProblem, limits: Limits) -> tuple[int, int]:
-    _refuse(problem)
+def _gemm_tile(problem: GemmProblem, sms: int) -> tuple[int, int]:
+    """Return the tile that the model finds fastest, the larger one of equals."""
+    settled = replace(problem, m=min(problem.m, _SETTLED_M))
+    k_blocks = -(-problem.k // BLOCK_K)
+
+    def cost_ns(tile: tuple[int, int]) -> tuple[int, int]:
+        waves = -(-tiles(settled, *tile) // sms)
+        return waves * (k_blocks * _K_BLOCK_NS[tile] + _TILE_NS), -tile[0] * tile[1]
+
+    return min((tile for tile in FP8_GEMM_TILES if _fits(problem, tile[0])), key=cost_ns)
+
+
+def _fits(problem: GemmProblem, block_m: int) -> bool:
     if problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
-        block_m = 128 if problem.alignment % 128 == 0 else 64
-    else:
-        block_m = 64 if problem.m <= 64 else 128
-        if problem.m > 128 and problem.layout is Layout.DENSE and tiles(problem, 256, 128) >= _WAVES_FOR_256 * limits.sms:
-            return (256, 128)
-    widths = [block_n for rows, block_n in FP8_GEMM_TILES if rows == block_m]
-    for block_n in sorted(widths, reverse=True):
-        if tiles(problem, block_m, block_n) >= limits.sms:
-            return (block_m, block_n)
-    return (block_m, min(widths))
+        return problem.alignment % block_m == 0  # a tile must not reach into the next group
+    return block_m == 64 or problem.m > 64
+
+
+def _gemm_with(block: tuple[int, int], limits: Limits) -> KernelSpec:
+    return next(spec for spec in kernel_set(limits.arch) if spec.family == FP8_GEMM and spec.block[:2] == block)
 
 
 def _refuse(problem: GemmProblem) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +149,10 @@ def test_no_worker_is_left_behind_when_the_caller_leaves(misbehaving: Misbehavin
     folder = misbehaving("time.sleep(1000)")
 
     def leave(_outcome: KernelOutcome) -> None:
+        for _ in range(300):  # the second worker may still be starting when the first one answers
+            if len(workers_of(folder)) == 2:
+                break
+            time.sleep(0.1)
         raise error
 
     with pytest.raises(error):

@@ -107,3 +107,23 @@ def test_a_fake_call_starts_no_cuda_loads_no_compiler_and_makes_no_store(cache_d
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout) == {"started": False, "nvrtc": False, "ours": []}
     assert not cache_dir.exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.parametrize(
+    "strides",
+    [
+        pytest.param((9, 1), id="row_major"),
+        pytest.param(
+            (1, 8),
+            id="m_major",
+            marks=pytest.mark.xfail(strict=True, reason="asks for an address outside the operator, where torch traces"),
+        ),
+    ],
+)
+def test_the_scale_layout_is_traced_whole(strides: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        scales = torch.empty_strided((7, 9), strides, device="cuda")
+        turned = torch.compile(ops.get_mn_major_tma_aligned_tensor, fullgraph=True, backend="eager")(scales)
+    assert (turned.shape, turned.stride()) == ((7, 9), (1, 8))

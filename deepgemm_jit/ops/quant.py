@@ -45,8 +45,9 @@ def get_mn_major_tma_aligned_tensor(scales: torch.Tensor) -> torch.Tensor:
     Raises:
         OperandError, UnsupportedError, KernelNotBuiltError: as :func:`per_token_cast_to_fp8`.
     """
-    checks.check_scales("get_mn_major_tma_aligned_tensor", scales)
-    if try_as_m_major(scales) is not None:
+    # torch.compile traces this line, where tensors have no address: a GEMM lays out what starts at an odd one.
+    if isinstance(scales, torch.Tensor) and _lies_m_major(scales):
+        checks.check_scales("get_mn_major_tma_aligned_tensor", scales)
         return scales
     turned: torch.Tensor = torch.ops.deepgemm_jit.get_mn_major_tma_aligned_tensor(scales)
     return turned
@@ -58,13 +59,8 @@ def column_stride(scales: torch.Tensor) -> int:
 
 
 def try_as_m_major(scales: torch.Tensor) -> torch.Tensor | None:
-    """Return ``scales`` if the copy engine can read them as they lie, or None. Strides of dimensions of size 1 mean nothing."""
-    rows_follow = scales.size(-2) == 1 or scales.stride(-2) == 1
-    columns_align = scales.size(-1) == 1 or (scales.stride(-1) >= scales.size(-2) and scales.stride(-1) % _SCALE_ALIGNMENT == 0)
-    groups_align = scales.dim() == 2 or scales.size(0) == 1 or (scales.stride(0) > 0 and scales.stride(0) % _SCALE_ALIGNMENT == 0)
-    if rows_follow and columns_align and groups_align and scales.data_ptr() % 16 == 0:
-        return scales
-    return None
+    """Return ``scales`` if the copy engine can read them as they lie, or None."""
+    return scales if _lies_m_major(scales) and scales.data_ptr() % 16 == 0 else None
 
 
 def with_m_major_scales(call: Call, scales: torch.Tensor) -> torch.Tensor:
@@ -85,6 +81,16 @@ def with_m_major_scales(call: Call, scales: torch.Tensor) -> torch.Tensor:
         launch = prepare_scale_layout(spec, layout)
         call.kernel(spec).launch(launch.grid, launch.block, call.stream, launch.params_pointer)
     return turned
+
+
+def _lies_m_major(scales: torch.Tensor) -> bool:
+    # Strides of dimensions of size 1 mean nothing.
+    if scales.dim() not in (2, 3):
+        return False
+    rows_follow = scales.size(-2) == 1 or scales.stride(-2) == 1
+    columns_align = scales.size(-1) == 1 or (scales.stride(-1) >= scales.size(-2) and scales.stride(-1) % _SCALE_ALIGNMENT == 0)
+    groups_align = scales.dim() == 2 or scales.size(0) == 1 or (scales.stride(0) > 0 and scales.stride(0) % _SCALE_ALIGNMENT == 0)
+    return rows_follow and columns_align and groups_align
 
 
 def _group_stride(scales: torch.Tensor) -> int:

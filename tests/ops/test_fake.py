@@ -117,7 +117,6 @@ def test_a_fake_call_starts_no_cuda_loads_no_compiler_and_makes_no_store(cache_d
         pytest.param(
             (1, 8),
             id="m_major",
-            marks=pytest.mark.xfail(strict=True, reason="asks for an address outside the operator, where torch traces"),
         ),
     ],
 )

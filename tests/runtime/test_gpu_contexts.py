@@ -282,6 +282,7 @@ from deepgemm_jit.runtime import Contexts, Driver, load_kernel
 from deepgemm_jit.spec import KernelSpec
 
 driver = Driver()
+driver.start()
 contexts = Contexts(driver)
 image = open({image!r}, "rb").read()
 cubin = Cubin(image, {arch!r}, "add", "13.0", (), CubinFacts(0, 0, 0, 0, 0))

@@ -25,7 +25,7 @@ struct GemmArguments {
 template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, class Product>
 struct Fp8Gemm1d2d {
     static constexpr uint32_t kBlockK = kScaleBlock;
-    static constexpr uint32_t kConsumers = kBlockM >= 128 ? 2 : 1;  // warpgroups
+    static constexpr uint32_t kConsumers = kBlockM >= 128 ? 2 : 1;   // warpgroups
     static constexpr uint32_t kWaves = kBlockM / (64 * kConsumers);  // products of 64 rows per warpgroup
     static constexpr uint32_t kThreads = (kConsumers + 1) * kWarpgroup;
     static constexpr uint32_t kConsumerWarps = kConsumers * 4;
@@ -194,7 +194,8 @@ struct Fp8Gemm1d2d {
     }
 
     // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes.
-    __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks, float (&totals)[kWaves][kBlockN / 2]) {
+    __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks,
+                                            float (&totals)[kWaves][kBlockN / 2]) {
         float sums[kBlockN / 2];
         RowScales scales;
 #pragma unroll 1
@@ -211,7 +212,8 @@ struct Fp8Gemm1d2d {
     }
 
     // Main loop with two sums: the product of the next k-block is under way while this one is promoted.
-    __device__ static void multiply_overlapped(const Consumer& self, Ring& ring, uint32_t k_blocks, float (&totals)[kBlockN / 2]) {
+    __device__ static void multiply_overlapped(const Consumer& self, Ring& ring, uint32_t k_blocks,
+                                               float (&totals)[kBlockN / 2]) {
         float even[kBlockN / 2], odd[kBlockN / 2];
         RowScales even_scales, odd_scales;
         Ring done = ring;
@@ -261,7 +263,8 @@ struct Fp8Gemm1d2d {
 #pragma unroll
                 for (uint32_t i = 0; i < kBlockN / 2; ++i) totals[wave][i] = 0.0f;
 
-            const Consumer self{shared, base, warpgroup * kWaves, warp_row + lane_id() / 4, kScaleBlock - tile.column % kScaleBlock};
+            const Consumer self{shared, base, warpgroup * kWaves, warp_row + lane_id() / 4,
+                                kScaleBlock - tile.column % kScaleBlock};
             if constexpr (kOverlaps) {
                 multiply_overlapped(self, ring, arguments.k_blocks, totals[0]);
             } else {
@@ -272,7 +275,8 @@ struct Fp8Gemm1d2d {
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
                 const uint32_t row = tile.row + warp_row + wave * 64;
                 if (row >= tile.row_end) continue;
-                uint16_t* rows = arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
+                uint16_t* rows =
+                    arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
                 store_rows<kBlockN>(totals[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,
                                     arguments.shape.n - tile.column);
             }

@@ -12,8 +12,8 @@ struct CastArguments {
     int64_t input_stride;
     int64_t scales_stride;
     uint32_t m;
-    uint32_t k;              // a multiple of 16
-    uint32_t power_of_two;   // round scales up to powers of two (UE8M0)
+    uint32_t k;             // a multiple of 16
+    uint32_t power_of_two;  // round scales up to powers of two (UE8M0)
 };
 
 constexpr float kE4m3Max = 448.0f;
@@ -53,7 +53,7 @@ __device__ inline float scale_of(float largest, bool power_of_two) {
 template <class Element, uint32_t kBlock>
 __device__ inline void per_token_cast_to_fp8(const CastArguments& arguments) {
     constexpr uint32_t kPerLane = Element::kPerLane;
-    constexpr uint32_t kLanes = kBlock / kPerLane;        // lanes that share a scale
+    constexpr uint32_t kLanes = kBlock / kPerLane;  // lanes that share a scale
     constexpr uint32_t kColumnsPerWarp = kWarp * kPerLane;
     const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
     const uint32_t column = blockIdx.y * kColumnsPerWarp + threadIdx.x * kPerLane;

@@ -33,7 +33,8 @@ __device__ inline float max_nan(float a, float b) {
 
 // stmatrix.x4: four 8x8 matrices of 16-bit elements from the accumulator's fragment order to rows of shared memory.
 __device__ inline void store_matrices(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a), "r"(b), "r"(c), "r"(d)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
                  : "memory");
 }
 

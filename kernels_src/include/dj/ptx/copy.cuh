@@ -15,7 +15,8 @@ __device__ inline void prefetch_map(const TensorMap& map) {
 }
 
 // cp.async.bulk.tensor: one box of a 3D tensor; what lies outside the tensor arrives as zeros and counts as bytes all the same.
-__device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t destination, uint32_t x, uint32_t y, uint32_t z) {
+__device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t destination, uint32_t x, uint32_t y,
+                                uint32_t z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
             destination),

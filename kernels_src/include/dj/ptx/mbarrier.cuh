@@ -4,7 +4,9 @@
 
 namespace dj {
 
-__device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 // mbarrier.init
 __device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -1,16 +1,12 @@
-"""The way to the reference, and a limit of time for every test that runs on a GPU."""
+"""A limit of time for every test that runs on a GPU."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 GPU_LIMIT_S = 120
 """Includes the first compiles of a session; a kernel itself takes milliseconds."""

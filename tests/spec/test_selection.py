@@ -196,9 +196,12 @@ def test_a_plan_holds_all_that_any_m_on_any_device_selects(layout: Layout, group
             assert planned == tuple(sorted(asked)), f"max_m {max_m}, SMs {sms}: planned and never asked for"
 
 
-def test_a_plan_for_far_more_rows_than_fill_the_device_is_complete() -> None:
-    chance = random.Random(5)
-    problem = GemmProblem(m=1, n=64, k=512)
-    planned = set(reachable(problem, 2**20, ARCH, _limits().shared_memory_bytes, SM_COUNTS))
-    for _ in range(5000):
-        assert select(replace(problem, m=chance.randint(1, 2**20)), _limits(chance.choice(SM_COUNTS))) in planned
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("n", [64, 2112, 24576])
+def test_a_plan_for_any_number_of_rows_is_complete(layout: Layout, n: int) -> None:
+    chance = random.Random(f"{layout} {n}")
+    problem = GemmProblem(m=1, n=n, k=512, groups=1 if layout is Layout.DENSE else 8, layout=layout)
+    planned = set(reachable(problem, 2**31, ARCH, _limits().shared_memory_bytes, SM_COUNTS))
+    for _ in range(1000):
+        m = chance.choice((chance.randint(1, 16384), chance.randint(1, 2**31)))
+        assert select(replace(problem, m=m), _limits(chance.choice(SM_COUNTS))) in planned, m

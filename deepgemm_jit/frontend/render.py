@@ -8,7 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.frontend.sources import included_headers, templates_dir
 from deepgemm_jit.frontend.wgmma import wrapper_for, wrapper_name
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec
@@ -43,6 +43,15 @@ def _environment() -> Environment:
     )
 
 
+def _no_template(family: str) -> UnsupportedError | ToolchainError:
+    known = sorted(path.name.removesuffix(".cu.j2") for path in templates_dir().glob("*.cu.j2"))
+    if known:
+        return UnsupportedError(given=f"kernel family {family!r}", supported=", ".join(known))
+    return ToolchainError(
+        missing="kernel templates", looked_for=f"{family}.cu.j2", fix="Reinstall deepgemm-jit: its package data is gone"
+    )
+
+
 @cache
 def render(spec: KernelSpec) -> Source:
     """Render the translation unit of ``spec``. Pure: the same spec and the same installed sources give the same bytes.
@@ -56,8 +65,7 @@ def render(spec: KernelSpec) -> Source:
     try:
         template = _environment().get_template(f"{spec.family}.cu.j2")
     except TemplateNotFound:
-        known = sorted(path.name.removesuffix(".cu.j2") for path in templates_dir().glob("*.cu.j2"))
-        raise UnsupportedError(given=f"kernel family {spec.family!r}", supported=", ".join(known)) from None
+        raise _no_template(spec.family) from None
     constants: dict[str, Any] = {
         "spec": spec,
         "threads": threads(spec),

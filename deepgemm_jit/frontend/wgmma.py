@@ -7,10 +7,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from deepgemm_jit.errors import ToolchainError, UnsupportedError
+from deepgemm_jit.errors import ToolchainError
 
 PACKAGE = "nvidia-cutlass"
 HEADER = "cute/arch/mma_sm90_gmma.hpp"
+_END = "\n};\n"
 _FIX = f"Install it with: pip install --force-reinstall {PACKAGE}"
 
 
@@ -51,14 +52,11 @@ def wrapper_for(name: str) -> str:
     """Return the text of one wrapper struct with its template line.
 
     Raises:
-        ToolchainError: the header cannot be read, or does not look as expected.
-        UnsupportedError: the header has no such wrapper.
+        ToolchainError: the header cannot be read, or does not hold the wrapper as expected.
     """
     text = _header()
     start = re.search(rf"^template <[^<>;{{}}]*>\nstruct {re.escape(name)}\n", text, re.MULTILINE)
-    if start is None:
-        raise UnsupportedError(given=f"WGMMA wrapper {name}", supported=f"the wrappers of {HEADER}")
-    end = text.find("\n};\n", start.end())
-    if end < 0:
-        raise ToolchainError(missing=f"the end of {name} in {HEADER}", looked_for="a line '};'", fix=_FIX)
-    return text[start.start() : end + len("\n};\n")]
+    end = text.find(_END, start.end()) if start else -1
+    if start is None or end < 0:
+        raise ToolchainError(missing=f"struct {name} in {HEADER} of package {PACKAGE}", looked_for=str(header_path()), fix=_FIX)
+    return text[start.start() : end + len(_END)]

@@ -1,0 +1,158 @@
+"""Request keys are a function of content: not of places, times, processes or what was built before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import deepgemm_jit
+from deepgemm_jit.builder import Builder
+from deepgemm_jit.frontend import header_path
+from deepgemm_jit.frontend.wgmma import wrapper_name
+from deepgemm_jit.resources import data_dir
+from deepgemm_jit.spec import ARCHES, CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, kernel_set
+
+pytestmark = pytest.mark.none
+
+SPECS = {spec.name: spec for arch in ARCHES for spec in kernel_set(arch)}
+PACKAGE = Path(deepgemm_jit.__file__).parent
+
+_PRINT_KEYS = """
+import json, sys, deepgemm_jit
+from deepgemm_jit.builder import Builder
+from deepgemm_jit.spec import KernelSpec
+builder = Builder()
+keys = {text: builder.request(KernelSpec.from_text(text)).key for text in json.loads(sys.argv[1])}
+print(json.dumps({"package": deepgemm_jit.__file__, "keys": keys}))
+"""
+
+
+def _keys_here() -> dict[str, str]:
+    builder = Builder()
+    return {name: builder.request(spec).key for name, spec in SPECS.items()}
+
+
+def _keys_in_a_process(
+    package: Path = PACKAGE, *, names: list[str] | None = None, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Return the keys that a new process computes with the package at ``package``, by name."""
+    names = list(SPECS) if names is None else names
+    env = env or {}
+    search = os.pathsep.join(filter(None, (str(package.parent), env.get("PYTHONPATH"))))
+    command = [sys.executable, "-BP", "-c", _PRINT_KEYS, json.dumps([SPECS[name].text for name in names])]
+    child = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **env, "PYTHONPATH": search},
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    answer = json.loads(child.stdout)
+    assert Path(answer["package"]).parent == package
+    return {name: answer["keys"][SPECS[name].text] for name in names}
+
+
+def _copy_package(to: Path, sources: str) -> Path:
+    package = to / "deepgemm_jit"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_kernels_src", "_cache"))
+    shutil.copytree(data_dir("kernels_src"), to / sources)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("folder", "sources"),
+    [("checkout", "kernels_src"), ("in stalled", "deepgemm_jit/_kernels_src")],
+    ids=["checkout", "installed"],
+)
+def test_the_place_of_the_package_does_not_matter(tmp_path: Path, folder: str, sources: str) -> None:
+    package = _copy_package(tmp_path / folder, sources)
+    for path in (tmp_path / folder).rglob("*"):
+        os.utime(path, (1, 1))
+    assert _keys_in_a_process(package) == _keys_here()
+
+
+def test_the_place_of_cutlass_does_not_matter(cutlass: Callable[..., Path]) -> None:
+    path = cutlass(header_path().read_bytes())
+    assert path == header_path()
+    there = _keys_in_a_process(env={"PYTHONPATH": sys.path[0]})  # where the fixture put it
+    assert there == _keys_here()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONHASHSEED": "1"},
+        {"PYTHONHASHSEED": "2", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"HOME": "/", "TZ": "Asia/Tokyo", "CUDA_HOME": "/nowhere"},
+    ],
+    ids=["hash seed", "locale", "home"],
+)
+def test_the_process_does_not_matter(tmp_path: Path, env: dict[str, str]) -> None:
+    assert _keys_in_a_process(cwd=tmp_path, env=env) == _keys_here()
+
+
+def test_what_was_asked_before_does_not_matter() -> None:
+    backwards = list(reversed(SPECS))
+    assert _keys_in_a_process(names=backwards) == _keys_here()
+    assert _keys_in_a_process(names=backwards[:1]).items() <= _keys_here().items()
+
+
+def test_threads_that_ask_at_once_get_the_same_keys(fresh: None) -> None:
+    together = threading.Barrier(8)
+
+    def ask() -> dict[str, str]:
+        together.wait()
+        return _keys_here()
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [future.result() for future in [threads.submit(ask) for _ in range(8)]]
+    assert answers == [answers[0]] * 8
+
+
+EDITS = {
+    "include/dj/types.cuh": {FP8_GEMM, CAST_TO_FP8, SCALE_LAYOUT},
+    "include/dj/ptx/mbarrier.cuh": {FP8_GEMM},  # included by a header that a header includes
+    "include/dj/ptx/convert.cuh": {FP8_GEMM, CAST_TO_FP8},
+    "include/dj/kernels/per_token_cast_to_fp8.cuh": {CAST_TO_FP8},
+    "templates/scale_layout.cu.j2": {SCALE_LAYOUT},
+}
+
+
+@pytest.mark.parametrize("file", EDITS)
+def test_one_byte_changes_the_keys_of_all_that_see_it_and_of_no_other(tmp_path: Path, file: str) -> None:
+    package = _copy_package(tmp_path, "kernels_src")
+    path = tmp_path / "kernels_src" / file
+    content = bytearray(path.read_bytes())
+    place = content.index(b"once" if file.startswith("include") else b"extern")
+    content[place] ^= 0x20
+    path.write_bytes(content)
+    here, edited = _keys_here(), _keys_in_a_process(package)
+    assert {SPECS[name].family for name in SPECS if edited[name] != here[name]} == EDITS[file]
+    assert {SPECS[name].family for name in SPECS if edited[name] == here[name]} == set(EDITS["include/dj/types.cuh"]) - EDITS[
+        file
+    ]
+
+
+@pytest.mark.parametrize(("struct", "columns"), [(wrapper_name(128), {128}), (wrapper_name(16), set())], ids=["used", "not used"])
+def test_a_byte_of_cutlass_changes_the_keys_of_the_kernels_that_hold_it(
+    cutlass: Callable[..., Path], struct: str, columns: set[int]
+) -> None:
+    here = _keys_here()
+    header = header_path().read_bytes()
+    place = header.index(b"using DRegisters", header.index(f"struct {struct}\n".encode()))
+    cutlass(header[:place] + b"U" + header[place + 1 :])
+    edited = _keys_in_a_process(env={"PYTHONPATH": sys.path[0]})
+    changed = {SPECS[name].block[1] for name in SPECS if edited[name] != here[name]}
+    assert changed == columns

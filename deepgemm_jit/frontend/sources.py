@@ -11,7 +11,8 @@ from types import MappingProxyType
 from deepgemm_jit.errors import ToolchainError
 from deepgemm_jit.resources import data_dir
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+# Both forms: NVRTC searches no folder for either, but it does open an absolute path.
+_INCLUDE = re.compile(r"""^[ \t]*#[ \t]*include[ \t]*[<"]([^">]+)[">]""", re.MULTILINE)
 
 
 def templates_dir() -> Path:

@@ -95,6 +95,15 @@ def test_a_missing_header_is_named(header: str, kernels_src: Path) -> None:
         render(SPEC_OF_FAMILY["fp8_gemm_1d2d"])
 
 
+@pytest.mark.parametrize("include", ['"{}"', "<{}>", '"foo.h"', "<foo.h>"])
+def test_a_header_that_is_not_ours_is_refused_where_ever_it_lies(include: str, kernels_src: Path, tmp_path: Path) -> None:
+    (tmp_path / "foo.h").touch()
+    template = kernels_src / "templates/scale_layout.cu.j2"
+    template.write_text(f"#include {include.format(tmp_path / 'foo.h')}\n{template.read_text()}")
+    with pytest.raises(ToolchainError, match=r"foo\.h"):
+        render(SPEC_OF_FAMILY["scale_layout"])
+
+
 @pytest.mark.parametrize("folder", ["include", "templates"])
 def test_package_data_that_is_gone_is_a_broken_toolchain(folder: str, kernels_src: Path) -> None:
     shutil.rmtree(kernels_src / folder)

@@ -41,6 +41,8 @@ def read_cubin_elf(image: bytes) -> CubinElf:
         elf = ELFFile(io.BytesIO(image))
         if elf["e_machine"] != _EM_CUDA:
             raise ValueError(f"an ELF for {elf['e_machine']}")
+        if _end(elf) > len(image):
+            raise ValueError(f"{len(image)} of {_end(elf)} bytes")
         table = elf.get_section_by_name(".symtab")
         info = elf.get_section_by_name(".nv.info")
         if not isinstance(table, SymbolTableSection) or info is None:
@@ -48,12 +50,15 @@ def read_cubin_elf(image: bytes) -> CubinElf:
         symbols = list(table.iter_symbols())
         attributes = _attributes(info.data())
         flags, abi = elf["e_flags"], elf["e_ident"]["EI_ABIVERSION"]
-    except (ELFError, struct.error, KeyError, UnicodeDecodeError, IndexError) as cause:
+    except (ELFError, struct.error, LookupError, ArithmeticError, UnicodeDecodeError) as cause:
+        # A damaged header points anywhere: offsets beyond what a stream can seek, entries of no size, strings of no table.
         raise ValueError(str(cause) or type(cause).__name__) from cause
     kernels = {
         index: symbol.name
         for index, symbol in enumerate(symbols)
-        if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_info"]["bind"] == "STB_GLOBAL"
+        if symbol["st_info"]["type"] == "STT_FUNC"
+        and symbol["st_info"]["bind"] == "STB_GLOBAL"
+        and symbol["st_shndx"] != "SHN_UNDEF"  # what a kernel calls (printf) is no kernel
     }
     if not kernels:
         raise ValueError("no kernel")
@@ -64,6 +69,13 @@ def read_cubin_elf(image: bytes) -> CubinElf:
     return CubinElf(
         f"sm_{sm}", tuple(kernels.values()), attributes[_REGISTER_COUNT, index], attributes.get((_FRAME_SIZE, index), 0)
     )
+
+
+def _end(elf: ELFFile) -> int:
+    """Return how many bytes the headers and what they point to take."""
+    tables = (elf[f"e_{kind}off"] + elf[f"e_{kind}num"] * elf[f"e_{kind}entsize"] for kind in ("ph", "sh"))
+    sections = (s["sh_offset"] + s["sh_size"] for s in elf.iter_sections() if s["sh_type"] != "SHT_NOBITS")
+    return int(max(*tables, *sections))
 
 
 def _attributes(data: bytes) -> dict[tuple[int, int], int]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from deepgemm_jit.compiler.elf import read_cubin_elf
 from deepgemm_jit.compiler.log import read_ptxas_log
 from deepgemm_jit.cubin import Cubin, CubinFacts
 from deepgemm_jit.errors import CompileError, ToolchainError
 
+PACKAGE = "nvidia-cuda-nvrtc"
 _FIX = "Install NVRTC with: pip install 'deepgemm-jit[cu13]' (or [cu12] for a CUDA 12 driver)"
 
 # "site-packages" and "conda" are installed packages. A library that pathfinder finds elsewhere (CUDA_HOME, the loader's path)
@@ -34,7 +37,14 @@ def compile_options(arch: str) -> tuple[str, ...]:
     ``--no-source-include`` keeps NVRTC from reading headers out of the working directory, and ``-default-device`` spares the
     sources a ``__device__`` on every constant; ptxas' report goes to the log.
     """
-    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "--no-source-include", "--no-cache", "--ptxas-options=-v")
+    return (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "-default-device",
+        "--no-source-include",
+        "--no-cache",
+        "--ptxas-options=-v",
+    )
 
 
 @cache
@@ -46,16 +56,16 @@ def nvrtc_info() -> NvrtcInfo:
     """
     try:
         from cuda import pathfinder
-
+    except ImportError as cause:
+        raise ToolchainError(missing="package cuda-pathfinder", looked_for="cuda.pathfinder", fix=_FIX) from cause
+    try:
         loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc")
-    except Exception as cause:  # the loader raises several kinds, a broken library among them OSError
-        raise ToolchainError(
-            missing="NVRTC", looked_for="libnvrtc of an installed nvidia-cuda-nvrtc package", fix=_FIX
-        ) from cause
+    except Exception as cause:  # the loader raises several kinds, RuntimeError for a broken library among them
+        raise ToolchainError(missing="NVRTC", looked_for=f"libnvrtc of an installed {PACKAGE} package", fix=_FIX) from cause
     if loaded.found_via not in _PACKAGED and not loaded.was_already_loaded_from_elsewhere:
         raise ToolchainError(
             missing=f"NVRTC at {loaded.abs_path} (found via {loaded.found_via})",
-            looked_for="libnvrtc of an installed nvidia-cuda-nvrtc package",
+            looked_for=f"libnvrtc of an installed {PACKAGE} package",
             fix=_FIX,
         )
     nvrtc = _bindings()
@@ -137,9 +147,9 @@ def _run(source: str, headers: Mapping[str, str], entry: str, options: tuple[str
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize"))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-        text = log.rstrip(b"\0").decode(errors="replace")
+        text = log.replace(b"\0", b"").decode(errors="replace")  # one ends the log, another the part of it before ptxas failed
         if result == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
-            raise ToolchainError(missing="NVRTC's builtins library", looked_for="libnvrtc-builtins beside libnvrtc", fix=_FIX)
+            _raise_broken_builtins(text)
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(kernel=entry, options=options, log=f"{result.name}\n{text}", source=source)
         image = bytearray(_checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
@@ -147,6 +157,18 @@ def _run(source: str, headers: Mapping[str, str], entry: str, options: tuple[str
         return bytes(image), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _raise_broken_builtins(log: str) -> NoReturn:
+    # NVRTC loads this library on the first compile and keeps the loader's reason to itself, so the loader is asked again.
+    info = nvrtc_info()
+    path = Path(info.path).with_name(f"libnvrtc-builtins.so.{info.version}")
+    error = ToolchainError(missing=f"{path.name} of package {PACKAGE}", looked_for=str(path), fix=_FIX)
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as cause:
+        raise error from cause
+    raise error from OSError(log)
 
 
 def _checked(nvrtc: Any, returned: tuple[Any, ...], call: str) -> Any:

@@ -16,10 +16,9 @@ import pytest
 
 import deepgemm_jit
 from deepgemm_jit.builder import Builder
-from deepgemm_jit.frontend import header_path
-from deepgemm_jit.frontend.wgmma import wrapper_name
+from deepgemm_jit.frontend import header_path, render
 from deepgemm_jit.resources import data_dir
-from deepgemm_jit.spec import ARCHES, CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, kernel_set
+from deepgemm_jit.spec import ARCHES, kernel_set
 
 pytestmark = pytest.mark.none
 
@@ -121,38 +120,40 @@ def test_threads_that_ask_at_once_get_the_same_keys(fresh: None) -> None:
     assert answers == [answers[0]] * 8
 
 
-EDITS = {
-    "include/dj/types.cuh": {FP8_GEMM, CAST_TO_FP8, SCALE_LAYOUT},
-    "include/dj/ptx/mbarrier.cuh": {FP8_GEMM},  # included by a header that a header includes
-    "include/dj/ptx/convert.cuh": {FP8_GEMM, CAST_TO_FP8},
-    "include/dj/kernels/per_token_cast_to_fp8.cuh": {CAST_TO_FP8},
-    "templates/scale_layout.cu.j2": {SCALE_LAYOUT},
-}
-
-
-@pytest.mark.parametrize("file", EDITS)
+@pytest.mark.parametrize(
+    "file",
+    [
+        "include/dj/types.cuh",
+        "include/dj/ptx/mbarrier.cuh",  # included by a header that a header includes
+        "include/dj/ptx/convert.cuh",
+        "include/dj/kernels/scale_layout.cuh",
+        "templates/scale_layout.cu.j2",
+        "templates/fp8_gemm_1d2d.cu.j2",
+    ],
+)
 def test_one_byte_changes_the_keys_of_all_that_see_it_and_of_no_other(tmp_path: Path, file: str) -> None:
     package = _copy_package(tmp_path, "kernels_src")
     path = tmp_path / "kernels_src" / file
     content = bytearray(path.read_bytes())
-    place = content.index(b"once" if file.startswith("include") else b"extern")
-    content[place] ^= 0x20
+    content[content.index(b"once" if file.startswith("include") else b"extern")] ^= 0x20
     path.write_bytes(content)
     here, edited = _keys_here(), _keys_in_a_process(package)
-    assert {SPECS[name].family for name in SPECS if edited[name] != here[name]} == EDITS[file]
-    assert {SPECS[name].family for name in SPECS if edited[name] == here[name]} == set(EDITS["include/dj/types.cuh"]) - EDITS[
-        file
-    ]
+    name = file.removeprefix("include/")
+    see_it = {spec.name for spec in SPECS.values() if name in render(spec).headers or name == f"templates/{spec.family}.cu.j2"}
+    assert see_it
+    assert {spec for spec in SPECS if edited[spec] != here[spec]} == see_it
 
 
-@pytest.mark.parametrize(("struct", "columns"), [(wrapper_name(128), {128}), (wrapper_name(16), set())], ids=["used", "not used"])
-def test_a_byte_of_cutlass_changes_the_keys_of_the_kernels_that_hold_it(
-    cutlass: Callable[..., Path], struct: str, columns: set[int]
-) -> None:
+@pytest.mark.parametrize("columns", [128, 16], ids=["used", "not used"])
+def test_a_byte_of_cutlass_changes_the_keys_of_the_kernels_that_hold_it(cutlass: Callable[..., Path], columns: int) -> None:
     here = _keys_here()
+    struct = f"MMA_64x{columns}x32_F32E4M3E4M3_SS_TN"
     header = header_path().read_bytes()
     place = header.index(b"using DRegisters", header.index(f"struct {struct}\n".encode()))
     cutlass(header[:place] + b"U" + header[place + 1 :])
     edited = _keys_in_a_process(env={"PYTHONPATH": sys.path[0]})
-    changed = {SPECS[name].block[1] for name in SPECS if edited[name] != here[name]}
-    assert changed == columns
+    hold_it = {
+        name for name, spec in SPECS.items() if any(f"struct {struct}\n" in text for text in render(spec).headers.values())
+    }
+    assert bool(hold_it) == (columns == 128)
+    assert {name for name in SPECS if edited[name] != here[name]} == hold_it

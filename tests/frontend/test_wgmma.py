@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,32 +8,36 @@ import pytest
 
 from deepgemm_jit.errors import ToolchainError
 from deepgemm_jit.frontend import header_path, render
-from deepgemm_jit.frontend.wgmma import HEADER, PACKAGE, wrapper_for, wrapper_name
-from deepgemm_jit.spec import ARCHES, FP8_GEMM, KernelSpec, kernel_set
+from deepgemm_jit.frontend.wgmma import HEADER, PACKAGE, wrapper_for
+from deepgemm_jit.spec import ARCHES, KernelSpec, kernel_set
 
 pytestmark = pytest.mark.none
 
-GEMMS = [spec for arch in ARCHES for spec in kernel_set(arch) if spec.family == FP8_GEMM]
-NAME = wrapper_name(128)
-
-
-@pytest.mark.parametrize("block_n", sorted({spec.block[1] for spec in GEMMS}))
-def test_a_wrapper_is_one_struct_as_it_stands_in_the_header(block_n: int) -> None:
-    text = wrapper_for(wrapper_name(block_n))
-    assert text in header_path().read_text()
-    assert text.count("struct ") == text.count("template <") == 1
-    assert text.startswith("template <")
-    assert text.endswith("\n};\n")
-    assert text.count("{") == text.count("}")
-    assert f"struct {wrapper_name(block_n)}\n" in text
-    assert f"m64n{block_n}k32.f32.e4m3.e4m3" in text
-    assert "#" not in text.replace("#if", "").replace("#else", "").replace("#endif", "")  # no include, no macro
+GEMMS = [spec for arch in ARCHES for spec in kernel_set(arch) if spec.stages]
+NAME = "MMA_64x128x32_F32E4M3E4M3_SS_TN"
 
 
 @pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
-def test_a_gemm_gets_its_own_wrapper_and_nothing_else_of_cutlass(spec: KernelSpec) -> None:
-    generated = {name: text for name, text in render(spec).headers.items() if name.startswith("dj/generated/")}
-    assert list(generated.values()) == [wrapper_for(wrapper_name(spec.block[1]))]
+def test_a_gemm_gets_one_struct_as_it_stands_in_the_header_and_nothing_else_of_cutlass(spec: KernelSpec) -> None:
+    header = header_path().read_text()
+    (text,) = [text for name, text in render(spec).headers.items() if name.startswith("dj/generated/")]
+    assert text in header
+    assert text.startswith("template <")
+    assert text.endswith("\n};\n")
+    assert text.count("struct ") == text.count("template <") == 1
+    assert text.count("{") == text.count("}")
+    assert "#include" not in text and "#define" not in text
+    (name,) = re.findall(r"^struct (\w+)$", text, re.MULTILINE)
+    dtype, block_n = spec.dtypes[0], spec.block[1]
+    assert re.fullmatch(rf"MMA_64x{block_n}x\d+_F32({dtype.upper()}){{2}}_SS\w*", name)
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{block_n}k\d+\.f32\.{dtype}\.{dtype}", text)
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for arch in ARCHES for spec in kernel_set(arch) if not spec.stages], ids=lambda spec: spec.name
+)
+def test_other_kernels_get_nothing_of_cutlass(spec: KernelSpec) -> None:
+    assert not any(name.startswith("dj/generated/") for name in render(spec).headers)
 
 
 def test_a_missing_package_is_named_with_the_header_it_brings(without_packages: None) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,20 @@ def environment(tmp_path: Path) -> Environment:
     return environment
 
 
+@pytest.fixture
+def own_nvrtc(environment: Environment) -> Iterator[Environment]:
+    """An environment whose libnvrtc is no link: from a link the loader may find the builtins beside the real one."""
+    library = environment.nvrtc
+    source = library.resolve()
+    library.unlink()
+    try:
+        library.hardlink_to(source)
+    except OSError:  # another file system
+        shutil.copyfile(source, library)
+    yield environment
+    library.unlink()  # 100 MB that pytest would keep
+
+
 def test_a_whole_environment_compiles(environment: Environment) -> None:
     assert len(environment.compile()["digest"]) == 64
 
@@ -122,19 +138,19 @@ def test_a_missing_nvrtc_is_named_with_its_package(environment: Environment) -> 
     assert "libnvrtc.so" in answer["cause"]
 
 
-def test_missing_builtins_are_named_with_their_package(environment: Environment) -> None:
-    environment.builtins.unlink()
-    answer = environment.compile()
-    assert f"{environment.builtins.name} of package nvidia-cuda-nvrtc cannot be used" in answer["error"]
-    assert str(environment.builtins) in answer["error"]
+def test_missing_builtins_are_named_with_their_package(own_nvrtc: Environment) -> None:
+    own_nvrtc.builtins.unlink()
+    answer = own_nvrtc.compile()
+    assert f"{own_nvrtc.builtins.name} of package nvidia-cuda-nvrtc cannot be used" in answer["error"]
+    assert str(own_nvrtc.builtins) in answer["error"]
     assert answer["cause"].startswith("OSError")
     assert "cannot open shared object file" in answer["cause"]
 
 
-def test_broken_builtins_are_named_with_the_loaders_message(environment: Environment) -> None:
-    _replace_by_text(environment.builtins)
-    answer = environment.compile()
-    assert f"{environment.builtins.name} of package nvidia-cuda-nvrtc cannot be used" in answer["error"]
+def test_broken_builtins_are_named_with_the_loaders_message(own_nvrtc: Environment) -> None:
+    _replace_by_text(own_nvrtc.builtins)
+    answer = own_nvrtc.compile()
+    assert f"{own_nvrtc.builtins.name} of package nvidia-cuda-nvrtc cannot be used" in answer["error"]
     assert "invalid ELF header" in answer["cause"]
 
 

@@ -45,11 +45,17 @@ def test_the_operations_are_pinned() -> None:
     from deepgemm_jit import ops
 
     assert sorted(ops.__all__) == [
+        "Activation",
+        "Experts",
+        "Projection",
         "fp8_gemm_nt",
         "get_mk_alignment_for_contiguous_layout",
         "get_mn_major_tma_aligned_tensor",
         "m_grouped_fp8_gemm_nt_contiguous",
         "m_grouped_fp8_gemm_nt_masked",
         "per_token_cast_to_fp8",
+        "prepare_experts",
+        "requantize_ue8m0",
+        "to_ue8m0",
     ]
     assert [name for name in ops.__all__ if not callable(getattr(ops, name))] == []

@@ -7,12 +7,20 @@ from deepgemm_jit.ops.gemm import (
     m_grouped_fp8_gemm_nt_masked,
 )
 from deepgemm_jit.ops.quant import get_mn_major_tma_aligned_tensor, per_token_cast_to_fp8
+from deepgemm_jit.ops.ue8m0 import requantize_ue8m0, to_ue8m0
+from deepgemm_jit.ops.weights import Activation, Experts, Projection, prepare_experts
 
 __all__ = [
+    "Activation",
+    "Experts",
+    "Projection",
     "fp8_gemm_nt",
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "per_token_cast_to_fp8",
+    "prepare_experts",
+    "requantize_ue8m0",
+    "to_ue8m0",
 ]

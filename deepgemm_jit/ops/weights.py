@@ -1,0 +1,199 @@
+"""Expert weights, prepared once: in the layouts that the GEMMs read, whatever scheme the checkpoint is in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepgemm_jit.errors import OperandError, UnsupportedError
+from deepgemm_jit.ops import fp4
+from deepgemm_jit.ops.scales import FP4_BLOCK, ScaleKind, scale_for_gemm
+from deepgemm_jit.ops.stacks import OPERATION, Stack, check_stacks, stack_for, take_tensors
+
+_COPY_ALIGNMENT_BYTES = 16
+"""What tensor maps ask of addresses and strides; an FP8 element is a byte."""
+
+
+class Activation(NamedTuple):
+    """What happens between the two GEMMs, to (R, N1) bfloat16; rows are independent, and some hold garbage."""
+
+    kind: str
+    """"silu": SiLU, of the gate times up where there is a gate. "callback": whatever the caller's function does."""
+    limit: float | None = None
+    """The gate is clamped to at most this and up to within plus and minus this, before anything else."""
+    alpha: float | None = None
+    """(up + 1) * gate * sigmoid(alpha * gate) instead of silu(gate) * up."""
+    callback: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """(R, N1) bfloat16 to (R, I) bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """One stack of expert matrices as the GEMMs read it; dequantized value = stored value x scale."""
+
+    weight: torch.Tensor
+    """(E, N, K) float8_e4m3fn, K-major: rows are contiguous and start at multiples of 16 bytes."""
+    scale: torch.Tensor
+    """float32. Per block: (E, ceil(N / 128), ceil(K / 128)), contiguous. Per row: (E, N, ceil(K / 128)), N contiguous."""
+    scale_kind: ScaleKind
+    activation_scale: torch.Tensor | None
+    """(E,) float32 if activations are quantized with one static scale per expert; None if they are quantized dynamically."""
+    added_bytes: int
+    """Memory of the tensors that were made for this projection beside those of the caller."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Weights and activation of a layer's experts, ready for ``fp8_experts``; see :func:`prepare_experts`."""
+
+    gate_up: Projection
+    down: Projection
+    gated: bool
+    activation: Activation
+
+    @property
+    def count(self) -> int:
+        """Experts, E."""
+        return int(self.down.weight.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of hidden states, H."""
+        return int(self.down.weight.shape[1])
+
+    @property
+    def intermediate_size(self) -> int:
+        """Columns between the GEMMs after the activation, I."""
+        return int(self.down.weight.shape[2])
+
+    @property
+    def added_bytes(self) -> int:
+        """Memory of the tensors that were made beside those of the caller."""
+        return self.gate_up.added_bytes + self.down.added_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.down.weight.device
+
+
+def prepare_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    *,
+    block_size: Sequence[int] | None = (128, 128),
+    gate_up_activation_scale: torch.Tensor | None = None,
+    down_activation_scale: torch.Tensor | None = None,
+    gated: bool = True,
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    transposed: bool = False,
+) -> Experts:
+    """Bring the weights of a layer's experts into the layouts that the GEMMs read; call it once, not in each forward.
+
+    What lies right already is used as it is, so that it follows later changes of the caller's tensors; the rest is copied, and
+    ``Experts.added_bytes`` says how much. The tensors given are never changed; DTensors are taken local. E is at most 512,
+    H and I are multiples of 16. Dequantized value = stored value x scale, for weights and for static activations.
+
+    Args:
+        gate_up: (E, 2I, H), the I rows of the gate before the I rows of up, or (E, I, H) without a gate. float8_e4m3fn; or FP4 as
+            int8 with two e2m1 values a byte, the lower four bits first, thus (E, N, K / 2). FP4 is folded into FP8, exactly.
+        down: (E, H, I), likewise.
+        gate_up_scale: float32 or UE8M0 (float8_e8m0fnu, or uint8 with its bits), read exactly. With N rows and K columns:
+            blocks of (128, 128): (E, ceil(N / 128), ceil(K / 128)), or (E, 2 * ceil(I / 128), ceil(K / 128)) where the blocks of
+            gate and up were counted apart; (1, 128): (E, N, ceil(K / 128)); per tensor: (E, 2, 1) with one scale for gate and one
+            for up, (E, 1, 1), (E, 1), (E,) or (); FP4: (E, N, ceil(K / 32)), powers of two or zero.
+        down_scale: likewise, without the forms for gate and up.
+        block_size: rows and columns that share a scale of FP8 weights: (128, 128), (1, 128), or None for a scale per tensor.
+        gate_up_activation_scale: (E,), (1,) or () float32: activations are quantized with this static scale. None: dynamically.
+        down_activation_scale: likewise, for the input of ``down``.
+        gated: ``gate_up`` has a gate.
+        activation: "silu", or a function of (R, N1) bfloat16, N1 = 2I or I, that returns (R, I) bfloat16.
+        swiglu_limit: clamp the gate to at most this, and up to within plus and minus this.
+        swiglu_alpha: (up + 1) * gate * sigmoid(alpha * gate) instead of silu(gate) * up.
+        transposed: FP8 weights are (E, K, N), each of which gets a K-major copy; scales have the shapes above all the same.
+
+    Returns:
+        What ``fp8_experts`` takes.
+
+    Raises:
+        UnsupportedError: a scheme without a kernel; FP4 scales that span more than 14 binades inside of a block.
+        OperandError: all that is wrong with shapes, dtypes, scales and the activation's numbers.
+        ContextMismatchError: tensors on different devices.
+    """
+    function = _activation(activation, gated, swiglu_limit, swiglu_alpha)
+    with torch.no_grad():
+        given = take_tensors(
+            gate_up=gate_up,
+            down=down,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            gate_up_activation_scale=gate_up_activation_scale,
+            down_activation_scale=down_activation_scale,
+        )
+        stacks = (
+            stack_for("gate_up", given, block_size, transposed=transposed, halves=gated),
+            stack_for("down", given, block_size, transposed=transposed, halves=False),
+        )
+        check_stacks(*stacks)
+        # FP4 is planned for both before either is written: a refusal leaves nothing behind.
+        plans = [fp4.plan_fold(s.name, s.weight, s.scale) if s.block == FP4_BLOCK else None for s in stacks]
+        projections = [_projection(stack, plan) for stack, plan in zip(stacks, plans, strict=True)]
+    return Experts(projections[0], projections[1], gated, function)
+
+
+def _activation(activation: object, gated: bool, limit: float | None, alpha: float | None) -> Activation:
+    faults = []
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        faults.append(f"swiglu_limit = {limit} must be finite and greater than 0")
+    if alpha is not None and not math.isfinite(alpha):
+        faults.append(f"swiglu_alpha = {alpha} must be finite")
+    if (limit, alpha) != (None, None) and (callable(activation) or not gated):
+        owner = "a callback clamps and gates for itself" if callable(activation) else "experts without a gate have neither"
+        faults.append(f"swiglu_limit and swiglu_alpha belong to the built-in gate; {owner}")
+    if faults:
+        raise OperandError(operation=OPERATION, faults=faults)
+    if callable(activation):
+        return Activation("callback", callback=activation)
+    if activation != "silu":
+        raise UnsupportedError(given=f"activation = {activation!r}", supported="'silu', or a function of (R, N1) bfloat16")
+    return Activation("silu", None if limit is None else float(limit), None if alpha is None else float(alpha))
+
+
+def _projection(stack: Stack, plan: fp4.Fold | None) -> Projection:
+    kind: ScaleKind
+    if plan is not None:
+        weight, scale = fp4.fold(stack.weight, plan)
+        kind = "block"
+    else:
+        weight = _as_gemms_read(stack.weight)
+        scale, kind = scale_for_gemm(stack.scale, stack.shape, stack.block)
+    static = stack.activation_scale
+    if static is not None:
+        static = static.expand(stack.shape.count).contiguous()
+    pairs = ((weight, stack.weight), (scale, stack.scale), (static, stack.activation_scale))
+    return Projection(weight, scale, kind, static, sum(_added_bytes(made, given) for made, given in pairs))
+
+
+def _as_gemms_read(weight: torch.Tensor) -> torch.Tensor:
+    """Return an (E, N, K) FP8 view as it is if tensor maps can read it, otherwise a copy that they can."""
+    strides = weight.stride()
+    aligned = all(strides[d] > 0 and strides[d] % _COPY_ALIGNMENT_BYTES == 0 for d in (0, 1) if weight.size(d) > 1)
+    if strides[2] == 1 and aligned and weight.data_ptr() % _COPY_ALIGNMENT_BYTES == 0:
+        return weight
+    # As bytes: not every torch copies FP8 between strides.
+    copy = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    return copy.copy_(weight.view(torch.uint8)).view(weight.dtype)
+
+
+def _added_bytes(made: torch.Tensor | None, given: torch.Tensor | None) -> int:
+    if made is None or given is None or made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+        return 0
+    return int(made.untyped_storage().nbytes())

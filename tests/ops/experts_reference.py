@@ -34,11 +34,11 @@ class Stack:
     weight: torch.Tensor
     """(E, N, K) FP8 or bfloat16, (E, N, K / 2) int8 with two e2m1 each; (E, K, N) when transposed."""
     scale: torch.Tensor | None
-    """In the form under test; None for bfloat16."""
-    scale_grid: torch.Tensor | None
-    """The same scales, float64 (E, rows, columns), never transposed."""
+    """(E, rows, columns) in the format under test; None for bfloat16."""
     scale_block: tuple[int, int]
     """Rows and columns of the matrix that one scale is for."""
+    scale_parts: int = 1
+    """Equal parts of the rows, each of which starts with a block of its own."""
     transposed: bool = False
     interleaved: bool = False
     """Rows are gate and up in turns."""
@@ -55,10 +55,11 @@ class Stack:
         values = e2m1_values(stored) if stored.dtype == torch.int8 else stored.double()
         if self.transposed:
             values = values.T
-        if self.scale_grid is not None:
+        if self.scale is not None:
             rows, columns = values.shape
-            wide = self.scale_grid[expert].repeat_interleave(self.scale_block[1], 1)[:, :columns]
-            values = values * wide.repeat_interleave(self.scale_block[0], 0)[:rows]
+            wide = scale_values(self.scale[expert]).repeat_interleave(self.scale_block[1], 1)[:, :columns]
+            parts = wide.unflatten(0, (self.scale_parts, -1)).repeat_interleave(self.scale_block[0], 1)
+            values = values * parts[:, : rows // self.scale_parts].flatten(0, 1)
         return torch.cat((values[0::2], values[1::2])) if self.interleaved else values
 
     def quantized(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -250,13 +251,14 @@ def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: tor
 UP_SPREAD = 1.5
 """Spread of the first product for activations of size 1: the gate bends, and limits of 1 to 2 cut."""
 VALUE_SPREAD = 100.0
-STATIC_LARGEST = 12.0, 96.0
+STATIC_LARGEST = 12.0, 300.0
 """What a static scale makes 448 of, for the input of each product: nearly nothing is cut."""
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "blocks": {},
     "blocks_uint8": {"scales": "uint8"},
     "blocks_e8m0": {"scales": "e8m0"},
+    "blocks_apart": {"weights": "apart"},
     "rows": {"weights": "row"},
     "rows_e8m0": {"weights": "row", "scales": "e8m0"},
     "tensor_halves": {"weights": "halves"},
@@ -289,7 +291,7 @@ def random_experts(
     hidden_size: int,
     intermediate_size: int,
     *,
-    weights: Literal["block", "row", "halves", "tensor", "fp4"] = "block",
+    weights: Literal["block", "apart", "row", "halves", "tensor", "fp4"] = "block",
     scales: Literal["float32", "uint8", "e8m0"] = "float32",
     static: Literal["(E,)", "(1,)", "()"] | None = None,
     gated: bool = True,
@@ -303,8 +305,8 @@ def random_experts(
     """Draw FP8 or FP4 experts.
 
     Args:
-        weights: what one scale is for: 128 x 128, (1, 128), each half of gate and up (then the whole of down), the whole
-            matrix, or 32 of K with two e2m1 per byte.
+        weights: what one scale is for: a block of 128 x 128, the same with blocks of gate and up counted apart, (1, 128), each
+            half of gate and up (then the whole of down), the whole matrix, or (1, 32) with two e2m1 per byte.
         scales: their format.
         static: shape of the activation scales; None for a cast by row and 128 columns.
         activation: "gelu" is a callback.
@@ -313,14 +315,11 @@ def random_experts(
     up_rows = intermediate_size * (2 if gated else 1)
 
     def stack(n: int, k: int, largest: float, halves: bool) -> Stack:
-        granularity = {
-            "block": (SCALE_BLOCK, SCALE_BLOCK),
-            "row": (1, SCALE_BLOCK),
-            "halves": (n // 2 if halves else n, k),
-            "tensor": (n, k),
-            "fp4": (1, FP4_GROUP),
-        }[weights]
-        grid = (count, ceil_div(n, granularity[0]), ceil_div(k, granularity[1]))
+        parts = 2 if halves and weights in ("apart", "halves") else 1
+        granularity = {"row": (1, SCALE_BLOCK), "halves": (n // parts, k), "tensor": (n, k), "fp4": (1, FP4_GROUP)}.get(
+            weights, (SCALE_BLOCK, SCALE_BLOCK)
+        )
+        grid = (count, parts * ceil_div(n // parts, granularity[0]), ceil_div(k, granularity[1]))
         if weights == "fp4":
             weight = torch.randint(-128, 128, (count, n, k // 2), dtype=torch.int8, device=device)
             scale = _fp4_scales(grid, UP_SPREAD / math.sqrt(k), span, scales, device)
@@ -328,14 +327,13 @@ def random_experts(
             drawn = torch.randn((count, n, k), device=device).mul_(VALUE_SPREAD).clamp_(-E4M3_MAX, E4M3_MAX)
             weight = drawn.to(E4M3)
             scale = _scales(grid, UP_SPREAD / math.sqrt(k) / VALUE_SPREAD, scales, device)
-        scale_grid = scale_values(scale)
         if transposed:
-            weight, scale = weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+            weight = weight.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
         activation_scale = None
         if static is not None:
             shape = {"(E,)": (count,), "(1,)": (1,), "()": ()}[static]
             activation_scale = largest / E4M3_MAX * torch.exp2(torch.rand(shape, device=device) - 0.5)
-        return Stack(weight, scale, scale_grid, granularity, transposed, activation_scale=activation_scale)
+        return Stack(weight, scale, granularity, parts, transposed, activation_scale=activation_scale)
 
     return ReferenceExperts(
         stack(up_rows, hidden_size, STATIC_LARGEST[0], gated),
@@ -390,7 +388,7 @@ def random_bf16_experts(
     def stack(n: int, k: int, interleaved: bool) -> Stack:
         shape = (count, k, n) if transposed else (count, n, k)
         weight = torch.randn(shape, device=device).mul_(UP_SPREAD / math.sqrt(k)).bfloat16()
-        return Stack(weight, None, None, (1, 1), transposed, interleaved)
+        return Stack(weight, None, (1, 1), 1, transposed, interleaved)
 
     up_rows = intermediate_size * (2 if gated else 1)
     up, down = stack(up_rows, hidden_size, interleaved), stack(hidden_size, intermediate_size, False)

@@ -25,6 +25,7 @@ from ops.experts_reference import (
     random_hidden,
     random_routing,
     rounded_forward,
+    scale_values,
     with_sentinels,
 )
 from ops.reference import E4M3, cast_rows
@@ -72,8 +73,9 @@ def stored_value(stack: Stack, expert: int, row: int, column: int) -> float:
         value = float(stack.weight[expert, column, row] if stack.transposed else stack.weight[expert, row, column])
     if stack.scale is None:
         return value
-    at = row // stack.scale_block[0], column // stack.scale_block[1]
-    scale = stack.scale[expert].T[at] if stack.transposed else stack.scale[expert][at]
+    part = stack.weight.shape[2 if stack.transposed else 1] // stack.scale_parts
+    first = row // part * (stack.scale.shape[1] // stack.scale_parts)
+    scale = stack.scale[expert, first + row % part // stack.scale_block[0], column // stack.scale_block[1]]
     bits = scale.dtype != torch.float32
     return value * (math.ldexp(1.0, int(scale.view(torch.uint8)) - 127) if bits else float(scale))
 
@@ -95,7 +97,7 @@ def test_matrices_are_stored_values_times_their_scales(scheme: str) -> None:
 @pytest.mark.parametrize(("scheme", "span"), [("fp4_span_0", 0), ("fp4_span_3", 3), ("fp4_span_14", 14)])
 def test_scales_of_fp4_span_what_they_say_in_every_block(scheme: str, span: int) -> None:
     for stack in (drawn(scheme).gate_up, drawn(scheme).down):
-        steps = stack.scale_grid.log2()
+        steps = scale_values(stack.scale).log2()
         for rows in steps.split(128, 1):
             for block in rows.split(4, 2):
                 assert (block.amax((1, 2)) - block.amin((1, 2)) == span).all()
@@ -108,14 +110,15 @@ def test_scales_of_fp4_span_what_they_say_in_every_block(scheme: str, span: int)
         ("rows", (COUNT, 320, 3), (COUNT, 288, 2), (1, 128)),
         ("tensor_halves", (COUNT, 2, 1), (COUNT, 1, 1), None),
         ("fp4_span_3", (COUNT, 320, 9), (COUNT, 288, 5), (128, 128)),
-        ("transposed", (COUNT, 3, 3), (COUNT, 2, 3), (128, 128)),
+        ("blocks_apart", (COUNT, 4, 3), (COUNT, 3, 2), (128, 128)),
+        ("transposed", (COUNT, 3, 3), (COUNT, 3, 2), (128, 128)),
     ],
 )
 def test_scales_have_the_shapes_of_checkpoints(scheme: str, gate_up: Any, down: Any, block_size: Any) -> None:
     experts = drawn(scheme)
     assert (experts.gate_up.scale.shape, experts.down.scale.shape) == (gate_up, down)
     assert experts.arguments["block_size"] == block_size
-    assert experts.gate_up.scale_grid.unique().numel() > 1
+    assert experts.gate_up.scale.unique().numel() > 1
 
 
 # --- the forwards
@@ -244,7 +247,7 @@ def test_sums_that_a_tensor_core_rounds_pass(scheme: str) -> None:
 
 
 def another_scale(stack: Stack) -> Stack:
-    return replace(stack, scale_grid=stack.scale_grid.roll(1, 1))
+    return replace(stack, scale=stack.scale.roll(1, 1))
 
 
 WRONG: dict[str, tuple[str, Callable[[ReferenceExperts], ReferenceExperts]]] = {

@@ -55,7 +55,7 @@ def measure(path: Path, seconds: float) -> int:
     from problems import empty_output, random_operands
 
     from deepgemm_jit import ops
-    from deepgemm_jit.ops import gemm as gemm_ops
+    from deepgemm_jit.ops import launching
 
     record = environment(("cuda-bindings", "nvidia-cuda-nvrtc", "torch"))
     record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version()}
@@ -66,7 +66,7 @@ def measure(path: Path, seconds: float) -> int:
         call = gemm_call(ops, shape, x, empty_output(shape, x))
 
         def forced(spec: KernelSpec, call: Any = call) -> None:
-            gemm_ops.select = lambda _problem, _limits: spec  # type: ignore[assignment]
+            launching.select = lambda _problem, _limits: spec  # type: ignore[assignment]
             call()
 
         specs = fitting(shape)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.frontend.sources import included_headers, templates_dir
 from deepgemm_jit.frontend.wgmma import wrapper_for, wrapper_name
-from deepgemm_jit.spec import FP8_GEMM, KernelSpec
+from deepgemm_jit.spec import N_MAJOR, ROW_SCALES, KernelSpec, is_gemm
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes, threads
 
 if TYPE_CHECKING:
@@ -72,10 +72,11 @@ def render(spec: KernelSpec) -> Source:
         "shared_memory_bytes": dynamic_shared_memory_bytes(spec),
     }
     generated: dict[str, str] = {}
-    if spec.family == FP8_GEMM:
+    if is_gemm(spec):
         block_m, block_n, block_k = spec.block
-        wrapper = wrapper_name(block_n)
+        wrapper = wrapper_name(spec.dtypes[0], block_n)
         constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": spec.stages, "wrapper": wrapper}
+        constants |= {flag: flag in spec.flags for flag in (ROW_SCALES, N_MAJOR)}
         generated[_WRAPPER_HEADER] = wrapper_for(wrapper)
     text = template.render(constants)
     return Source(spec.name, text, MappingProxyType(dict(included_headers(text, generated))))

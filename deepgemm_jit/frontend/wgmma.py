@@ -42,9 +42,9 @@ def _header() -> str:
         raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX) from cause
 
 
-def wrapper_name(block_n: int) -> str:
-    """Return the name of the wrapper for 64 x ``block_n`` x 32 products of E4M3 from shared memory."""
-    return f"MMA_64x{block_n}x32_F32E4M3E4M3_SS_TN"
+def wrapper_name(dtype: str, block_n: int) -> str:
+    """Return the name of the wrapper for products of 64 x ``block_n`` and 32 bytes of K, both operands in shared memory."""
+    return {"e4m3": f"MMA_64x{block_n}x32_F32E4M3E4M3_SS_TN", "bf16": f"MMA_64x{block_n}x16_F32BF16BF16_SS"}[dtype]
 
 
 @cache

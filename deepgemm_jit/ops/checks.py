@@ -43,31 +43,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_gemm(
     operation: str,
     a: torch.Tensor,
-    a_scale: torch.Tensor,
     b: torch.Tensor,
-    b_scale: torch.Tensor,
     out: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     groups: GroupData | None = None,
     *,
     masked: bool = False,
+    n_major: bool = False,
     alignment: int = SCALE_BLOCK,
     fake: bool = False,
 ) -> None:
-    """Check the operands of ``D = A @ B.T`` in any layout.
+    """Check the operands of ``D = A @ B`` in any layout: FP8 with the scales of A and B, BF16 without.
 
     Raises:
         OperandError: all that is wrong with dtypes, ranks, shapes, strides, alignment, devices or gradients.
         ContextMismatchError: operands on different CUDA devices.
     """
-    faults = _Faults(operation, fake)
+    faults = Faults(operation, fake)
+    dtype, k_step = (torch.bfloat16, 8) if scales is None else (torch.float8_e4m3fn, 16)
     a_rank, b_rank = 3 if masked else 2, 2 if groups is None else 3
-    expected = [
-        ("a", a, torch.float8_e4m3fn, a_rank),
-        ("a_scale", a_scale, torch.float32, a_rank),
-        ("b", b, torch.float8_e4m3fn, b_rank),
-        ("b_scale", b_scale, torch.float32, b_rank),
-        ("out", out, torch.bfloat16, a_rank),
-    ]
+    expected = [("a", a, dtype, a_rank), ("b", b, dtype, b_rank), ("out", out, torch.bfloat16, a_rank)]
+    if scales is not None:
+        expected += [("a_scale", scales[0], torch.float32, a_rank), ("b_scale", scales[1], torch.float32, b_rank)]
     if groups is not None:
         expected.append((groups.name, groups.tensor, torch.int32, 1))
     looked_at = [faults.look_at(*what) for what in expected]  # all of them: every fault is wanted
@@ -76,18 +73,20 @@ def check_gemm(
     faults.look_at_devices({name: tensor for name, tensor, _, _ in expected})
 
     m, k = a.shape[-2], a.shape[-1]
-    n, group_count = b.shape[-2], b.shape[0]
-    k_blocks = ceil_div(k, SCALE_BLOCK)
+    n, group_count = b.shape[-1 if n_major else -2], b.shape[0]
     a_lead, a_words = ((group_count,), "G, M") if masked else ((), "M")
     b_lead, b_words = ((), "") if groups is None else ((group_count,), "G, ")
-    sizes_fit = faults.look_at_size("N", n, 8) & faults.look_at_size("K", k, 16)
+    sizes_fit = faults.look_at_size("N", n, 8) & faults.look_at_size("K", k, k_step)
     faults.look_at_shape("a", a, (*a_lead, m, k), f"({a_words}, K)")
-    faults.look_at_shape("b", b, (*b_lead, n, k), f"({b_words}N, K)")
-    faults.look_at_shape("a_scale", a_scale, (*a_lead, m, k_blocks), f"({a_words}, ceil(K / 128))")
-    faults.look_at_shape(
-        "b_scale", b_scale, (*b_lead, ceil_div(n, SCALE_BLOCK), k_blocks), f"({b_words}ceil(N / 128), ceil(K / 128))"
-    )
+    faults.look_at_shape("b", b, (*b_lead, k, n) if n_major else (*b_lead, n, k), f"({b_words}{'K, N' if n_major else 'N, K'})")
     faults.look_at_shape("out", out, (*a_lead, m, n), f"({a_words}, N)")
+    if scales is not None:
+        k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
+        b_blocks, words = ((k_blocks, n_blocks), "K / 128), ceil(N") if n_major else ((n_blocks, k_blocks), "N / 128), ceil(K")
+        faults.look_at_shape("a_scale", scales[0], (*a_lead, m, k_blocks), f"({a_words}, ceil(K / 128))")
+        faults.look_at_shape("b_scale", scales[1], (*b_lead, *b_blocks), f"({b_words}ceil({words} / 128))")
+        if scales[1].numel() and scales[1].size(-1) > 1 and scales[1].stride(-1) != 1:
+            faults.add(f"b_scale must have its last dimension contiguous, not strides {scales[1].stride()}")
     if groups is not None:
         size, words = (m, "(M,)") if groups.per_row else (group_count, "(G,)")
         faults.look_at_shape(groups.name, groups.tensor, (size,), words)
@@ -96,11 +95,9 @@ def check_gemm(
         if alignment < 64 or alignment % 64:
             faults.add(f"alignment = {alignment} must be a multiple of 64, 128 by default")
     if sizes_fit:
-        faults.look_at_rows("a", a, 16)
-        faults.look_at_rows("b", b, 16)
+        faults.look_at_rows("a", a, k_step)
+        faults.look_at_rows("b", b, 8 if n_major else k_step)
         faults.look_at_rows("out", out, 8)
-    if b_scale.numel() and b_scale.size(-1) > 1 and b_scale.stride(-1) != 1:
-        faults.add(f"b_scale must have its last dimension contiguous, not strides {b_scale.stride()}")
     faults.raise_if_any()
 
 
@@ -110,7 +107,7 @@ def check_cast(operation: str, x: Any, *, fake: bool = False) -> None:
     Raises:
         OperandError: all that is wrong with it.
     """
-    faults = _Faults(operation, fake)
+    faults = Faults(operation, fake)
     dtype = torch.float32 if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else torch.bfloat16
     if not faults.look_at("x", x, dtype, 2):
         faults.raise_if_any()
@@ -126,7 +123,7 @@ def check_scales(operation: str, scales: Any, *, fake: bool = False) -> None:
     Raises:
         OperandError: all that is wrong with them.
     """
-    faults = _Faults(operation, fake)
+    faults = Faults(operation, fake)
     rank = 3 if isinstance(scales, torch.Tensor) and scales.dim() == 3 else 2
     if not faults.look_at("scales", scales, torch.float32, rank):
         faults.raise_if_any()
@@ -134,7 +131,7 @@ def check_scales(operation: str, scales: Any, *, fake: bool = False) -> None:
     faults.raise_if_any()
 
 
-class _Faults:
+class Faults:
     """Collects the faults of one call."""
 
     def __init__(self, operation: str, fake: bool) -> None:
@@ -143,9 +140,11 @@ class _Faults:
         self._faults: list[str] = []
 
     def add(self, fault: str) -> None:
+        """Note a fault."""
         self._faults.append(fault)
 
     def raise_if_any(self) -> None:
+        """Raise one OperandError with all of them."""
         if self._faults:
             raise OperandError(operation=self._operation, faults=self._faults)
 

@@ -1,4 +1,4 @@
-"""FP8 GEMMs ``D = A @ B.T``, dense and grouped, under DeepGEMM's names."""
+"""GEMMs ``D = A @ B.T`` (nt) and ``D = A @ B`` (nn), dense and grouped, FP8 and BF16, under DeepGEMM's names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
+from deepgemm_jit.ops.launching import call_on, run_gemm
 from deepgemm_jit.ops.library import define
-from deepgemm_jit.ops.quant import column_stride, try_as_m_major, with_m_major_scales
-from deepgemm_jit.runtime import GemmCall, Matrices, prepare_gemm
-from deepgemm_jit.service import default_service
-from deepgemm_jit.spec import GemmProblem, Layout, select
+from deepgemm_jit.ops.quant import as_m_major, transposed_bytes
+from deepgemm_jit.spec import N_MAJOR, GemmProblem, Layout
 
 Scaled: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A tensor and its scales: dequantized value = stored value x scale."""
 
 ALIGNMENT = 128
+_FP8 = ("e4m3", "e4m3", "bf16")
+_BF16 = ("bf16", "bf16", "bf16")
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
@@ -41,7 +42,38 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
         KernelNotBuiltError: the compile policy is "never" and the kernel is not built.
     """
     (a_data, a_scale), (b_data, b_scale) = _pair("fp8_gemm_nt", "a", a), _pair("fp8_gemm_nt", "b", b)
-    torch.ops.deepgemm_jit.fp8_gemm_nt(a_data, a_scale, b_data, b_scale, out)
+    torch.ops.deepgemm_jit.fp8_gemm(a_data, a_scale, b_data, b_scale, out, False)
+
+
+def fp8_gemm_nn(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
+    """Write ``A @ B`` to ``out``.
+
+    Hopper multiplies FP8 K-major only: every call first transposes B, which reads and writes it once.
+
+    Args:
+        a: as in :func:`fp8_gemm_nt`.
+        b: (K, N) float8_e4m3fn, and (ceil(K / 128), ceil(N / 128)) float32 scales. For weights, transpose once instead.
+        out: (M, N) bfloat16.
+
+    Raises:
+        OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
+    """
+    (a_data, a_scale), (b_data, b_scale) = _pair("fp8_gemm_nn", "a", a), _pair("fp8_gemm_nn", "b", b)
+    torch.ops.deepgemm_jit.fp8_gemm(a_data, a_scale, b_data, b_scale, out, True)
+
+
+def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``A @ B.T`` to ``out``: (M, K), (N, K) and (M, N) bfloat16, float32 accumulation, K and N multiples of 8.
+
+    Raises:
+        OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
+    """
+    torch.ops.deepgemm_jit.bf16_gemm(a, b, out, False)
+
+
+def bf16_gemm_nn(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``A @ B`` to ``out``: (M, K), (K, N) and (M, N) bfloat16; as :func:`bf16_gemm_nt`, the tensor core transposes B."""
+    torch.ops.deepgemm_jit.bf16_gemm(a, b, out, True)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -72,9 +104,59 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     name = "m_grouped_fp8_gemm_nt_contiguous"
     (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_contiguous(
-        a_data, a_scale, b_data, b_scale, out, m_indices, use_psum_layout, alignment
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(
+        a_data, a_scale, b_data, b_scale, out, m_indices, use_psum_layout, alignment, False
     )
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Scaled,
+    b: Scaled,
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    *,
+    use_psum_layout: bool = False,
+    alignment: int = ALIGNMENT,
+) -> None:
+    """Write ``A[rows of g] @ B[g]`` for every group g; each call first transposes all of B, see :func:`fp8_gemm_nn`.
+
+    B is (G, K, N) float8_e4m3fn with (G, ceil(K / 128), ceil(N / 128)) float32 scales; all else is as in
+    :func:`m_grouped_fp8_gemm_nt_contiguous`.
+    """
+    name = "m_grouped_fp8_gemm_nn_contiguous"
+    (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(
+        a_data, a_scale, b_data, b_scale, out, m_indices, use_psum_layout, alignment, True
+    )
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    *,
+    use_psum_layout: bool = False,
+    alignment: int = ALIGNMENT,
+) -> None:
+    """Write ``A[rows of g] @ B[g].T`` for every group g: (M, K), (G, N, K) and (M, N) bfloat16, K and N multiples of 8.
+
+    The rows are those of :func:`m_grouped_fp8_gemm_nt_contiguous`, and so are ``m_indices``, the options and the errors.
+    """
+    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, use_psum_layout, alignment, False)
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    *,
+    use_psum_layout: bool = False,
+    alignment: int = ALIGNMENT,
+) -> None:
+    """Write ``A[rows of g] @ B[g]`` for every group g: (M, K), (G, K, N) and (M, N) bfloat16, K and N multiples of 8."""
+    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, use_psum_layout, alignment, True)
 
 
 def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
@@ -94,7 +176,17 @@ def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked
     """
     name = "m_grouped_fp8_gemm_nt_masked"
     (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_masked(a_data, a_scale, b_data, b_scale, out, masked_m, expected_m)
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_masked(a_data, a_scale, b_data, b_scale, out, masked_m, expected_m)
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
+) -> None:
+    """Write ``A[g, :masked_m[g]] @ B[g].T`` for every group g: (G, M, K), (G, N, K) and (G, M, N) bfloat16.
+
+    ``masked_m``, ``expected_m`` and the errors are those of :func:`m_grouped_fp8_gemm_nt_masked`.
+    """
+    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_masked(a, b, out, masked_m, expected_m)
 
 
 def _pair(operation: str, name: str, value: object) -> Scaled:
@@ -103,15 +195,75 @@ def _pair(operation: str, name: str, value: object) -> Scaled:
     return value[0], value[1]
 
 
-def _dense(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.Tensor, *, fake: bool = False
+def _gemm(
+    operation: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scales: Scaled | None = None,
+    groups: checks.GroupData | None = None,
+    *,
+    layout: Layout = Layout.DENSE,
+    expected_m: int | None = None,
+    n_major: bool = False,
+    alignment: int = ALIGNMENT,
+    fake: bool = False,
 ) -> None:
-    checks.check_gemm("fp8_gemm_nt", a, a_scale, b, b_scale, out, fake=fake)
-    if not fake:
-        _run(a, a_scale, b, b_scale, out, None, Layout.DENSE, a.shape[0], ALIGNMENT)
+    """Check and run any of the operations above."""
+    masked = layout is Layout.MASKED
+    checks.check_gemm(operation, a, b, out, scales, groups, masked=masked, n_major=n_major, alignment=alignment, fake=fake)
+    m, n, k = a.shape[-2], out.shape[-1], a.shape[-1]
+    count = 1 if groups is None else b.shape[0]
+    if fake or m == 0 or count == 0:
+        return  # nothing to write: no launch, no compile
+    # Hints may say anything; what a group can hold bounds them.
+    rows = m if expected_m is None else min(max(expected_m, 1), m)
+    variant = (N_MAJOR,) if n_major and scales is None else ()
+    problem = GemmProblem(rows, n, k, count, layout, alignment, _BF16 if scales is None else _FP8, variant)
+    with call_on(a) as call:
+        if scales is not None:
+            a_scale, b_scale = scales
+            if n_major:
+                b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
+            scales = as_m_major(call, a_scale), b_scale
+        run_gemm(call, problem, a, b, out, None if groups is None else groups.tensor, scales)
+
+
+def _fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    n_major: bool,
+    *,
+    fake: bool = False,
+) -> None:
+    _gemm("fp8_gemm_nn" if n_major else "fp8_gemm_nt", a, b, out, (a_scale, b_scale), n_major=n_major, fake=fake)
+
+
+def _bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, n_major: bool, *, fake: bool = False) -> None:
+    _gemm("bf16_gemm_nn" if n_major else "bf16_gemm_nt", a, b, out, n_major=n_major, fake=fake)
 
 
 def _contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scales: Scaled | None,
+    m_indices: torch.Tensor,
+    use_psum_layout: bool,
+    alignment: int,
+    n_major: bool,
+    fake: bool,
+) -> None:
+    operation = f"m_grouped_{'bf16' if scales is None else 'fp8'}_gemm_{'nn' if n_major else 'nt'}_contiguous"
+    groups = checks.GroupData("m_indices", m_indices, per_row=not use_psum_layout)
+    layout = Layout.PREFIX_SUMS if use_psum_layout else Layout.CONTIGUOUS
+    _gemm(operation, a, b, out, scales, groups, layout=layout, n_major=n_major, alignment=alignment, fake=fake)
+
+
+def _fp8_contiguous(
     a: torch.Tensor,
     a_scale: torch.Tensor,
     b: torch.Tensor,
@@ -120,18 +272,28 @@ def _contiguous(
     m_indices: torch.Tensor,
     use_psum_layout: bool,
     alignment: int,
+    n_major: bool,
     *,
     fake: bool = False,
 ) -> None:
-    groups = checks.GroupData("m_indices", m_indices, per_row=not use_psum_layout)
-    name = "m_grouped_fp8_gemm_nt_contiguous"
-    checks.check_gemm(name, a, a_scale, b, b_scale, out, groups, alignment=alignment, fake=fake)
-    if not fake:
-        layout = Layout.PREFIX_SUMS if use_psum_layout else Layout.CONTIGUOUS
-        _run(a, a_scale, b, b_scale, out, m_indices, layout, a.shape[0], alignment)
+    _contiguous(a, b, out, (a_scale, b_scale), m_indices, use_psum_layout, alignment, n_major, fake)
 
 
-def _masked(
+def _bf16_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    use_psum_layout: bool,
+    alignment: int,
+    n_major: bool,
+    *,
+    fake: bool = False,
+) -> None:
+    _contiguous(a, b, out, None, m_indices, use_psum_layout, alignment, n_major, fake)
+
+
+def _fp8_masked(
     a: torch.Tensor,
     a_scale: torch.Tensor,
     b: torch.Tensor,
@@ -143,71 +305,34 @@ def _masked(
     fake: bool = False,
 ) -> None:
     groups = checks.GroupData("masked_m", masked_m, per_row=False)
-    checks.check_gemm("m_grouped_fp8_gemm_nt_masked", a, a_scale, b, b_scale, out, groups, masked=True, fake=fake)
-    if not fake:
-        _run(a, a_scale, b, b_scale, out, masked_m, Layout.MASKED, min(max(expected_m, 1), max(a.shape[1], 1)), ALIGNMENT)
+    name = "m_grouped_fp8_gemm_nt_masked"
+    _gemm(name, a, b, out, (a_scale, b_scale), groups, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
-def _run(
+def _bf16_masked(
     a: torch.Tensor,
-    a_scale: torch.Tensor,
     b: torch.Tensor,
-    b_scale: torch.Tensor,
     out: torch.Tensor,
-    group_data: torch.Tensor | None,
-    layout: Layout,
-    selection_m: int,
-    alignment: int,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    *,
+    fake: bool = False,
 ) -> None:
-    m, k = a.shape[-2], a.shape[-1]
-    n = b.shape[-2]
-    groups = 1 if layout is Layout.DENSE else b.shape[0]
-    if m == 0 or groups == 0:
-        return  # nothing to write: no launch, no compile
-    problem = GemmProblem(selection_m, n, k, groups, layout, alignment)
-    service = default_service()
-    device = a.device.index
-    with service.call(device, torch._C._cuda_getCurrentRawStream(device)) as call:
-        spec = select(problem, call.limits)
-        kernel = call.kernel(spec)
-        scales = try_as_m_major(a_scale)
-        if scales is None:
-            scales = with_m_major_scales(call, a_scale)
-        gemm = GemmCall(
-            a=_matrices(a),
-            a_scales=Matrices(scales.data_ptr(), scales.stride(0) if scales.dim() == 3 else 0, column_stride(scales)),
-            b=_matrices(b),
-            b_scales=_matrices(b_scale),
-            d=_matrices(out),
-            group_data=0 if group_data is None else group_data.data_ptr(),
-            m=m,
-            n=n,
-            k=k,
-            groups=groups,
-            layout=layout,
-            alignment=alignment,
-        )
-        launch = prepare_gemm(spec, call.limits.sms, service.maps, gemm)
-        kernel.launch(launch.grid, launch.block, call.stream, launch.params_pointer)
+    groups = checks.GroupData("masked_m", masked_m, per_row=False)
+    _gemm("m_grouped_bf16_gemm_nt_masked", a, b, out, None, groups, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
-def _matrices(tensor: torch.Tensor) -> Matrices:
-    strides = tensor.stride()
-    # One row has no row stride: torch reports anything there, and a map wants a multiple of 16 bytes.
-    row_stride = strides[-2] if tensor.size(-2) > 1 else checks.round_up(tensor.size(-1), 16)
-    return Matrices(tensor.data_ptr(), strides[0] if len(strides) == 3 else 0, row_stride)
+_FP8_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(d!) out"
+_BF16_OPERANDS = "Tensor a, Tensor b, Tensor(d!) out"
+_CONTIGUOUS = "Tensor m_indices, bool use_psum_layout, int alignment, bool n_major"
+_MASKED = "Tensor masked_m, int expected_m"
 
-
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(d!) out"
-
-define(f"fp8_gemm_nt({_OPERANDS}) -> ()", _dense, partial(_dense, fake=True))
-define(
-    f"m_grouped_fp8_gemm_nt_contiguous({_OPERANDS}, Tensor m_indices, bool use_psum_layout, int alignment) -> ()",
-    _contiguous,
-    partial(_contiguous, fake=True),
-)
-define(
-    f"m_grouped_fp8_gemm_nt_masked({_OPERANDS}, Tensor masked_m, int expected_m) -> ()",
-    _masked,
-    partial(_masked, fake=True),
-)
+for _schema, _run in (
+    (f"fp8_gemm({_FP8_OPERANDS}, bool n_major) -> ()", _fp8),
+    (f"bf16_gemm({_BF16_OPERANDS}, bool n_major) -> ()", _bf16),
+    (f"m_grouped_fp8_gemm_contiguous({_FP8_OPERANDS}, {_CONTIGUOUS}) -> ()", _fp8_contiguous),
+    (f"m_grouped_bf16_gemm_contiguous({_BF16_OPERANDS}, {_CONTIGUOUS}) -> ()", _bf16_contiguous),
+    (f"m_grouped_fp8_gemm_masked({_FP8_OPERANDS}, {_MASKED}) -> ()", _fp8_masked),
+    (f"m_grouped_bf16_gemm_masked({_BF16_OPERANDS}, {_MASKED}) -> ()", _bf16_masked),
+):
+    define(_schema, _run, partial(_run, fake=True))

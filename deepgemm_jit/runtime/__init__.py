@@ -2,22 +2,13 @@
 
 from deepgemm_jit.runtime.context import Context, ContextIdentity, Contexts
 from deepgemm_jit.runtime.driver import Driver
-from deepgemm_jit.runtime.launch import (
-    CastCall,
-    GemmCall,
-    Launch,
-    Matrices,
-    ScaleLayoutCall,
-    prepare_cast,
-    prepare_gemm,
-    prepare_scale_layout,
-)
+from deepgemm_jit.runtime.launch import GemmCall, Matrices, prepare_gemm
 from deepgemm_jit.runtime.loaded import LoadedKernel, load_kernel
+from deepgemm_jit.runtime.params import Launch
 from deepgemm_jit.runtime.report import DriverReport, driver_report
 from deepgemm_jit.runtime.tensormap import TensorMaps
 
 __all__ = [
-    "CastCall",
     "Context",
     "ContextIdentity",
     "Contexts",
@@ -27,11 +18,8 @@ __all__ = [
     "Launch",
     "LoadedKernel",
     "Matrices",
-    "ScaleLayoutCall",
     "TensorMaps",
     "driver_report",
     "load_kernel",
-    "prepare_cast",
     "prepare_gemm",
-    "prepare_scale_layout",
 ]

@@ -1,28 +1,23 @@
-"""Launches of the kernel families: from addresses and strides to the parameters that the device code reads.
+"""Launches of the GEMM families: from addresses and strides to tensor maps, arguments and grid.
 
-The ``struct`` formats mirror the argument structs of ``kernels_src``; the driver copies parameters during the call, so one
-buffer per thread is reused.
+The ``struct`` formats mirror the argument structs of ``kernels_src``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
-import threading
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from deepgemm_jit.runtime.tensormap import MAP_BYTES, BoxedTensor, TensorMaps
-from deepgemm_jit.spec import KernelSpec, Layout
-from deepgemm_jit.spec.kernel_set import BLOCK_K, threads
+from deepgemm_jit.runtime.params import Launch, lay_out
+from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
+from deepgemm_jit.spec import FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
+from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
 
-_GEMM = struct.Struct("<QqqQqqQIIIII4xI4x")
-_CAST = struct.Struct("<QQQqqIII4x")
-_SCALE_LAYOUT = struct.Struct("<QQqqqqII")
-
-_WARP = 32
-_LANE_BYTES = 16
-_CAST_ROWS = 8
-"""Rows per block of the cast: one per warp."""
+_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xI4x")
+_BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
+_SCALE_BYTES = 4
+_N_MAJOR_BOX = 64
+"""Columns of one box of an N-major B: 128 bytes of bf16."""
 
 
 class Matrices(NamedTuple):
@@ -34,15 +29,14 @@ class Matrices(NamedTuple):
 
 
 class GemmCall(NamedTuple):
-    """Operands and sizes of one GEMM launch; see ``dj::GemmArguments``.
+    """Operands and sizes of one GEMM launch.
 
-    ``a_scales.row_stride`` is the distance between columns (k-blocks): A scales are M-major.
+    The ``row_stride`` of A scales is the distance between columns (k-blocks), as they are M-major; so it is for B scales where
+    the kernel takes them per row.
     """
 
     a: Matrices
-    a_scales: Matrices
     b: Matrices
-    b_scales: Matrices
     d: Matrices
     group_data: int
     m: int
@@ -51,141 +45,62 @@ class GemmCall(NamedTuple):
     groups: int
     layout: Layout
     alignment: int
-
-
-class CastCall(NamedTuple):
-    """Operands and sizes of one cast; see ``dj::CastArguments``."""
-
-    input: int
-    output: int
-    scales: int
-    input_stride: int
-    scales_stride: int
-    m: int
-    k: int
-    power_of_two: bool
-    input_element_bytes: int
-
-
-class ScaleLayoutCall(NamedTuple):
-    """Operands and sizes of one change of scale layout; see ``dj::ScaleLayoutArguments``."""
-
-    input: Matrices
-    output: Matrices
-    """``row_stride`` is the distance between columns."""
-    m: int
-    k_blocks: int
-    groups: int
-
-
-class Launch(NamedTuple):
-    """What a launch needs beside a kernel and a stream; the parameters last until this thread prepares its next launch."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    params_pointer: int
+    a_scales: Matrices | None = None
+    b_scales: Matrices | None = None
 
 
 def prepare_gemm(spec: KernelSpec, sms: int, maps: TensorMaps, call: GemmCall) -> Launch:
-    """Prepare an ``fp8_gemm_1d2d`` launch: as many persistent blocks as the context has SMs, or tiles if fewer.
+    """Prepare the launch of a GEMM: as many persistent blocks as the context has SMs, or tiles if fewer.
 
     Raises:
         DriverError: the driver refuses to encode a tensor map.
     """
-    block_m, block_n, _ = spec.block
-    k_blocks = -(-call.k // BLOCK_K)
+    block_m, block_n, block_k = spec.block
+    k_blocks = -(-call.k // block_k)
     a_groups = call.groups if call.layout is Layout.MASKED else 1
-    view = _buffer.view
-    view[0:MAP_BYTES] = maps.map_for(_operand(call.a, call.k, call.m, a_groups, block_m))
-    view[MAP_BYTES : 2 * MAP_BYTES] = maps.map_for(_operand(call.b, call.k, call.n, call.groups, block_n))
-    view[2 * MAP_BYTES : 3 * MAP_BYTES] = maps.map_for(_scales(call.a_scales, call.m, k_blocks, a_groups, block_m))
-    _GEMM.pack_into(
-        view,
-        3 * MAP_BYTES,
-        call.b_scales.address,
-        call.b_scales.group_stride,
-        call.b_scales.row_stride,
-        call.d.address,
-        call.d.group_stride,
-        call.d.row_stride,
-        call.group_data,
-        call.m,
-        call.n,
-        call.groups,
-        call.layout.value,
-        call.alignment,
-        k_blocks,
-    )
     tiles = -(-call.m // block_m) * -(-call.n // block_n) * a_groups
-    return Launch((min(sms, tiles), 1, 1), (threads(spec), 1, 1), _buffer.gemm_params)
+    boxes = [_operand(spec, call.a, call.k, call.m, a_groups, block_m)]
+    if N_MAJOR in spec.flags:
+        boxes.append(_n_major(call.b, call.n, call.k, call.groups, block_k))
+    else:
+        boxes.append(_operand(spec, call.b, call.k, call.n, call.groups, block_n))
+    shape = (call.group_data, call.m, call.n, call.groups, call.layout.value, call.alignment)
+    layout: struct.Struct = _BF16_GEMM
+    head: tuple[int, ...] = ()
+    if spec.family == FP8_GEMM:
+        a_scales, b_scales = _given(call.a_scales), _given(call.b_scales)
+        boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
+        if ROW_SCALES in spec.flags:
+            boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
+        layout, head = _FP8_GEMM, b_scales
+    params = lay_out(layout, (*head, *call.d, *shape, k_blocks), [maps.map_for(box) for box in boxes])
+    return Launch((min(sms, tiles), 1, 1), (threads(spec), 1, 1), params)
 
 
-def prepare_cast(call: CastCall) -> Launch:
-    """Prepare a ``per_token_cast_to_fp8`` launch: a warp per row and 512 bytes of it."""
-    _CAST.pack_into(
-        _buffer.view,
-        0,
-        call.input,
-        call.output,
-        call.scales,
-        call.input_stride,
-        call.scales_stride,
-        call.m,
-        call.k,
-        call.power_of_two,
-    )
-    columns = _WARP * _LANE_BYTES // call.input_element_bytes
-    grid = (-(-call.m // _CAST_ROWS), -(-call.k // columns), 1)
-    return Launch(grid, (_WARP, _CAST_ROWS, 1), _buffer.params)
+def _given(matrices: Matrices | None) -> Matrices:
+    assert matrices is not None, "an FP8 GEMM has scales"
+    return matrices
 
 
-def prepare_scale_layout(spec: KernelSpec, call: ScaleLayoutCall) -> Launch:
-    """Prepare a ``scale_layout`` launch: a block per tile of scales."""
-    rows, columns = spec.block
-    _SCALE_LAYOUT.pack_into(
-        _buffer.view,
-        0,
-        call.input.address,
-        call.output.address,
-        call.input.group_stride,
-        call.input.row_stride,
-        call.output.group_stride,
-        call.output.row_stride,
-        call.m,
-        call.k_blocks,
-    )
-    grid = (-(-call.m // rows), -(-call.k_blocks // columns), call.groups)
-    return Launch(grid, (threads(spec), 1, 1), _buffer.params)
-
-
-def _operand(matrices: Matrices, k: int, rows: int, groups: int, block: int) -> BoxedTensor:
+def _strides(matrices: Matrices, groups: int, element_bytes: int) -> tuple[int, int]:
     # A single matrix has no group stride; the map wants a valid number all the same.
     group_stride = matrices.group_stride if groups > 1 else matrices.row_stride
+    return matrices.row_stride * element_bytes, group_stride * element_bytes
+
+
+def _operand(spec: KernelSpec, matrices: Matrices, k: int, rows: int, groups: int, block: int) -> BoxedTensor:
+    block_k = spec.block[2]
+    strides = _strides(matrices, groups, BLOCK_K_BYTES // block_k)
+    dtype: Literal["u8", "bf16"] = "u8" if spec.family == FP8_GEMM else "bf16"
+    return BoxedTensor(matrices.address, dtype, (k, rows, groups), strides, (block_k, block, 1), swizzled=True)
+
+
+def _n_major(matrices: Matrices, n: int, k: int, groups: int, block_k: int) -> BoxedTensor:
     return BoxedTensor(
-        matrices.address, "u8", (k, rows, groups), (matrices.row_stride, group_stride), (BLOCK_K, block, 1), swizzled=True
+        matrices.address, "bf16", (n, k, groups), _strides(matrices, groups, 2), (_N_MAJOR_BOX, block_k, 1), swizzled=True
     )
 
 
-def _scales(matrices: Matrices, rows: int, k_blocks: int, groups: int, block_m: int) -> BoxedTensor:
-    group_stride = matrices.group_stride if groups > 1 else matrices.row_stride
-    strides = (4 * matrices.row_stride, 4 * group_stride)
-    return BoxedTensor(matrices.address, "f32", (rows, k_blocks, groups), strides, (block_m, 1, 1), swizzled=False)
-
-
-class _Buffer(threading.local):
-    """Parameters of the launch that this thread is making, and the arrays of pointers to them."""
-
-    def __init__(self) -> None:
-        size = 3 * MAP_BYTES + _GEMM.size
-        self._memory = ctypes.create_string_buffer(size + 63)
-        address = ctypes.addressof(self._memory)
-        offset = -address % 64  # maps are 64-byte aligned
-        self.view = memoryview(self._memory).cast("B")[offset : offset + size]
-        base = address + offset
-        self._gemm = (ctypes.c_void_p * 4)(*(base + at * MAP_BYTES for at in range(4)))
-        self._single = (ctypes.c_void_p * 1)(base)
-        self.gemm_params = ctypes.addressof(self._gemm)
-        self.params = ctypes.addressof(self._single)
-
-
-_buffer = _Buffer()
+def _scales(matrices: Matrices, rows: int, k_blocks: int, groups: int, block: int) -> BoxedTensor:
+    strides = _strides(matrices, groups, _SCALE_BYTES)
+    return BoxedTensor(matrices.address, "f32", (rows, k_blocks, groups), strides, (block, 1, 1), swizzled=False)

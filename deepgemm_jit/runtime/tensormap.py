@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from deepgemm_jit.runtime.driver import Driver
 
-MAP_BYTES = 128
 _CAPACITY = 4096
 
 
@@ -18,7 +17,7 @@ class BoxedTensor(NamedTuple):
 
     Attributes:
         address: of the first element, a multiple of 16 bytes.
-        dtype: "u8" or "f32".
+        dtype: "u8" (FP8 too), "bf16" or "f32".
         dims: elements, innermost first.
         strides_bytes: of the second and third dimension, multiples of 16.
         box: elements, innermost first.
@@ -26,7 +25,7 @@ class BoxedTensor(NamedTuple):
     """
 
     address: int
-    dtype: Literal["u8", "f32"]
+    dtype: Literal["u8", "bf16", "f32"]
     dims: tuple[int, int, int]
     strides_bytes: tuple[int, int]
     box: tuple[int, int, int]

@@ -1,15 +1,27 @@
 """Kernel specs, the closed kernel sets and selection. Pure: no files, no compiler, no driver."""
 
-from deepgemm_jit.spec.kernel import CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, KernelSpec
-from deepgemm_jit.spec.kernel_set import MAX_GROUPS, kernel_set, kernels_by_name
+from deepgemm_jit.spec.kernel import (
+    ACTIVATE,
+    BF16_GEMM,
+    CAST_TO_FP8,
+    COMBINE,
+    FP8_GEMM,
+    GATHER,
+    N_MAJOR,
+    ROUTE,
+    ROW_SCALES,
+    SCALE_LAYOUT,
+    TRANSPOSE,
+    KernelSpec,
+)
+from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name
 from deepgemm_jit.spec.problem import (
     ARCHES,
-    CastProblem,
     GemmProblem,
     Layout,
     Limits,
     Problem,
-    ScaleLayoutProblem,
+    StepProblem,
     arch_named,
     arch_of,
     limits_of,
@@ -17,20 +29,29 @@ from deepgemm_jit.spec.problem import (
 from deepgemm_jit.spec.selection import reachable, select
 
 __all__ = [
+    "ACTIVATE",
     "ARCHES",
+    "BF16_GEMM",
     "CAST_TO_FP8",
+    "COMBINE",
     "FP8_GEMM",
+    "GATHER",
+    "MAX_EXPERTS",
     "MAX_GROUPS",
+    "N_MAJOR",
+    "ROUTE",
+    "ROW_SCALES",
     "SCALE_LAYOUT",
-    "CastProblem",
+    "TRANSPOSE",
     "GemmProblem",
     "KernelSpec",
     "Layout",
     "Limits",
     "Problem",
-    "ScaleLayoutProblem",
+    "StepProblem",
     "arch_named",
     "arch_of",
+    "is_gemm",
     "kernel_set",
     "kernels_by_name",
     "limits_of",

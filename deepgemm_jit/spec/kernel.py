@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from deepgemm_jit.errors import OperandError
 
 FP8_GEMM = "fp8_gemm_1d2d"
+BF16_GEMM = "bf16_gemm"
 CAST_TO_FP8 = "per_token_cast_to_fp8"
 SCALE_LAYOUT = "scale_layout"
+TRANSPOSE = "transpose"
+ROUTE = "route"
+GATHER = "gather"
+ACTIVATE = "activate"
+COMBINE = "combine"
+
+ROW_SCALES = "row_scales"
+"""Flag of FP8 GEMMs: a scale per row and 128 columns of B instead of one per 128 x 128 block."""
+N_MAJOR = "n_major"
+"""Flag of BF16 GEMMs: B lies (K, N)."""
 
 _WORD = re.compile(r"[a-z][a-z0-9_]*\Z")
 

@@ -4,56 +4,87 @@ from __future__ import annotations
 
 from functools import cache
 
-from deepgemm_jit.spec.kernel import CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, KernelSpec
+from deepgemm_jit.spec.kernel import (
+    ACTIVATE,
+    BF16_GEMM,
+    CAST_TO_FP8,
+    COMBINE,
+    FP8_GEMM,
+    GATHER,
+    N_MAJOR,
+    ROUTE,
+    ROW_SCALES,
+    SCALE_LAYOUT,
+    TRANSPOSE,
+    KernelSpec,
+)
 from deepgemm_jit.spec.problem import arch_named
 
-BLOCK_K = 128
-"""One k-block is one column of scales and one 128-byte swizzled row."""
+BLOCK_K_BYTES = 128
+"""Of K in one stage: one row of the 128-byte swizzle, and for FP8 one column of scales."""
 
 _MAX_STAGES = 8
 
-# (block_m, block_n). 64-row tiles keep one consumer warpgroup busy while weights stream, 128-row tiles feed two, and 256 rows are
-# two products per warpgroup. 192 columns cost the least shared-memory and L2 traffic per product that 128 rows allow.
-FP8_GEMM_TILES: tuple[tuple[int, int], ...] = (
-    (64, 64),
-    (64, 128),
-    (128, 64),
-    (128, 128),
-    (128, 192),
-    (256, 128),
-)
-CAST_DTYPES = ("bf16", "f32")
-CAST_BLOCK = 128
-SCALE_LAYOUT_BLOCK = (64, 32)
+# (block_m, block_n) by variant. 64-row tiles keep one consumer warpgroup busy while weights stream, 128-row tiles feed two, and
+# 256 rows are two products per warpgroup. 192 columns cost the least shared-memory and L2 traffic per product that 128 rows
+# allow; BF16 needs no second set of sums, so its tile grows to 256.
+GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, int], ...]] = {
+    (FP8_GEMM, ()): ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (256, 128)),
+    (FP8_GEMM, (ROW_SCALES,)): ((64, 128), (128, 128)),
+    (BF16_GEMM, ()): ((64, 128), (128, 128), (128, 256)),
+    (BF16_GEMM, (N_MAJOR,)): ((64, 128), (128, 128), (128, 256)),
+}
+GEMM_DTYPES = {FP8_GEMM: ("e4m3", "e4m3", "bf16"), BF16_GEMM: ("bf16", "bf16", "bf16")}
+_ELEMENT_BYTES = {"e4m3": 1, "bf16": 2}
 
+# Dtypes in and out of the kernels that have no tiles, and the elements that one step of a block takes.
+STEP_KERNELS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]] = {
+    CAST_TO_FP8: ((("bf16", "e4m3"), ("f32", "e4m3")), (128,)),
+    SCALE_LAYOUT: ((("f32",),), (64, 32)),
+    TRANSPOSE: ((("u8",),), (64, 64)),
+    ROUTE: ((("i32",),), (1024,)),
+    GATHER: ((("bf16", "e4m3"), ("bf16", "bf16")), (256,)),
+    ACTIVATE: ((("bf16", "e4m3"), ("bf16", "bf16")), (256,)),
+    COMBINE: ((("bf16",),), (2048,)),
+}
 
 MAX_GROUPS = 1024
 """Groups a grouped GEMM may have when their tiles are counted in shared memory."""
 
-_BARRIER_BYTES = 256
-"""Two barriers and one B scale for each of at most 8 stages."""
+MAX_EXPERTS = 512
+"""Experts that the routing kernel counts in shared memory."""
 
-_SMALL_THREADS = 256
+_BARRIER_BYTES = 256
+"""Two barriers and up to two B scales for each of at most 8 stages."""
+
+
+def is_gemm(spec: KernelSpec) -> bool:
+    """Return whether a kernel is one of the GEMMs, which have tiles, stages and roles for their warpgroups."""
+    return spec.family in GEMM_DTYPES
 
 
 def threads(spec: KernelSpec) -> int:
     """Return the threads of a block: for a GEMM the producer's warpgroup and one consumer warpgroup per 64 rows, at most two."""
-    return 128 * (1 + _consumers(spec.block[0])) if spec.family == FP8_GEMM else _SMALL_THREADS
+    if is_gemm(spec):
+        return 128 * (1 + _consumers(spec.block[0]))
+    return 1024 if spec.family == ROUTE else 256
 
 
 def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
     """Return the dynamic shared memory that a launch of ``spec`` asks for."""
-    return _gemm_shared_memory_bytes(spec.block[0], spec.block[1], spec.stages) if spec.family == FP8_GEMM else 0
+    return _gemm_shared_memory_bytes(spec.family, spec.flags, spec.block[0], spec.block[1], spec.stages) if is_gemm(spec) else 0
 
 
 def _consumers(block_m: int) -> int:
     return min(2, block_m // 64)
 
 
-def _gemm_shared_memory_bytes(block_m: int, block_n: int, stages: int) -> int:
-    # As laid out in kernels_src/include/dj/kernels/fp8_gemm_1d2d.cuh, which asserts this very sum: slack to align to 1024 bytes,
-    # stages of an A tile, a B tile and A scales, a padded strip of 16 rows per consumer warp, barriers, tile counts of groups.
-    stage = (block_m + block_n) * BLOCK_K + block_m * 4
+def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int, block_n: int, stages: int) -> int:
+    # As laid out in kernels_src/include/dj/kernels, where each GEMM asserts this very sum: slack to align to 1024 bytes, stages
+    # of an A tile, a B tile and scales, a padded strip of 16 rows per consumer warp, barriers, tile counts of groups.
+    stage = (block_m + block_n) * BLOCK_K_BYTES
+    if family == FP8_GEMM:
+        stage += block_m * 4 + (block_n * 4 if ROW_SCALES in flags else 0)
     strips = 4 * _consumers(block_m) * 16 * 2 * (min(block_n, 64) + 8)
     return 1024 + stages * stage + strips + _BARRIER_BYTES + 4 * (MAX_GROUPS + 4)
 
@@ -65,10 +96,12 @@ def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
     Raises:
         UnsupportedError: there are no kernels for this arch.
     """
-    known = arch_named(arch)
-    gemms = tuple(_fp8_gemm(arch, known.shared_memory_bytes, *tile) for tile in FP8_GEMM_TILES)
-    casts = tuple(KernelSpec(CAST_TO_FP8, arch, (dtype, "e4m3"), (CAST_BLOCK,)) for dtype in CAST_DTYPES)
-    return (*gemms, *casts, KernelSpec(SCALE_LAYOUT, arch, ("f32",), SCALE_LAYOUT_BLOCK))
+    shared_memory_bytes = arch_named(arch).shared_memory_bytes
+    gemms = (
+        _gemm(arch, family, flags, tile, shared_memory_bytes) for (family, flags), tiles in GEMM_TILES.items() for tile in tiles
+    )
+    steps = (KernelSpec(family, arch, dtypes, block) for family, (variants, block) in STEP_KERNELS.items() for dtypes in variants)
+    return (*gemms, *steps)
 
 
 @cache
@@ -77,6 +110,12 @@ def kernels_by_name(arch: str) -> dict[str, KernelSpec]:
     return {spec.name: spec for spec in kernel_set(arch)}
 
 
-def _fp8_gemm(arch: str, shared_memory_bytes: int, block_m: int, block_n: int) -> KernelSpec:
-    stages = max(s for s in range(1, _MAX_STAGES + 1) if _gemm_shared_memory_bytes(block_m, block_n, s) <= shared_memory_bytes)
-    return KernelSpec(FP8_GEMM, arch, ("e4m3", "e4m3", "bf16"), (block_m, block_n, BLOCK_K), stages)
+def _gemm(arch: str, family: str, flags: tuple[str, ...], tile: tuple[int, int], shared_memory_bytes: int) -> KernelSpec:
+    stages = max(
+        count
+        for count in range(1, _MAX_STAGES + 1)
+        if _gemm_shared_memory_bytes(family, flags, *tile, count) <= shared_memory_bytes
+    )
+    dtypes = GEMM_DTYPES[family]
+    block = (*tile, BLOCK_K_BYTES // _ELEMENT_BYTES[dtypes[0]])
+    return KernelSpec(family, arch, dtypes, block, stages, flags=flags)

@@ -32,6 +32,7 @@ class GemmProblem:
         layout: how rows map to groups.
         alignment: multiple of rows at which groups start in the contiguous layouts.
         dtypes: of A, B and D.
+        variant: flags of the kernels that serve it: ``row_scales`` (FP8) or ``n_major`` (BF16), or none.
     """
 
     m: int
@@ -41,22 +42,23 @@ class GemmProblem:
     layout: Layout = Layout.DENSE
     alignment: int = 128
     dtypes: tuple[str, str, str] = ("e4m3", "e4m3", "bf16")
+    variant: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class CastProblem:
-    """One call of the per-token cast to FP8; the size never matters to selection."""
+class StepProblem:
+    """One call of a kernel without tiles: a cast, a layout, a step of the experts forward. Its size never matters to selection.
 
-    dtype: str
-    """Of the input: "bf16" or "f32"."""
+    Attributes:
+        family: of the kernel.
+        dtypes: in and out.
+    """
+
+    family: str
+    dtypes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleLayoutProblem:
-    """One call of the kernel that turns row-major A scales into M-major ones."""
-
-
-Problem = GemmProblem | CastProblem | ScaleLayoutProblem
+Problem = GemmProblem | StepProblem
 
 
 @dataclass(frozen=True, slots=True)

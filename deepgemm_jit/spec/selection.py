@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.spec.kernel import CAST_TO_FP8, FP8_GEMM, KernelSpec
-from deepgemm_jit.spec.kernel_set import BLOCK_K, CAST_DTYPES, FP8_GEMM_TILES, MAX_GROUPS, kernel_set
-from deepgemm_jit.spec.problem import CastProblem, GemmProblem, Layout, Limits, Problem, ScaleLayoutProblem
+from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec
+from deepgemm_jit.spec.kernel_set import GEMM_DTYPES, GEMM_TILES, MAX_GROUPS, STEP_KERNELS, kernel_set
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
 
-GEMM_DTYPES = (("e4m3", "e4m3", "bf16"),)
+_K_STEPS = {FP8_GEMM: 16, BF16_GEMM: 8}
+"""Elements that are 16 bytes: what the copy engine wants rows to be a multiple of."""
 
 
 @lru_cache(maxsize=65536)
@@ -21,15 +22,10 @@ def select(problem: Problem, limits: Limits) -> KernelSpec:
     Raises:
         UnsupportedError: no kernel serves it; the text says what would work.
     """
-    kernels = kernel_set(limits.arch)
-    if isinstance(problem, CastProblem):
-        if problem.dtype not in CAST_DTYPES:
-            raise UnsupportedError(given=f"a cast to FP8 from {problem.dtype}", supported=", ".join(CAST_DTYPES))
-        return next(spec for spec in kernels if spec.family == CAST_TO_FP8 and spec.dtypes[0] == problem.dtype)
-    if isinstance(problem, ScaleLayoutProblem):
-        return kernels[-1]
+    if isinstance(problem, StepProblem):
+        return _step(problem, limits.arch)
     _refuse(problem)
-    return _gemm_with(_gemm_tile(problem, limits.sms), limits)
+    return _fastest(problem, limits.sms, _gemms(limits.arch, _family(problem), problem.variant))
 
 
 def tiles(problem: GemmProblem, block_m: int, block_n: int) -> int:
@@ -39,41 +35,54 @@ def tiles(problem: GemmProblem, block_m: int, block_n: int) -> int:
     return rows * columns * (problem.groups if problem.layout is Layout.MASKED else 1)
 
 
-def reachable(
-    problem: GemmProblem, max_m: int, arch: str, shared_memory_bytes: int, arch_sms: Iterable[int]
-) -> tuple[KernelSpec, ...]:
+def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
     """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
 
     Complete, because selection sees M only through the rows of tiles, which are multiples of 64, and no M above the settled one:
     so it can change only at the M looked at here.
     """
+    _refuse(problem)
+    gemms = _gemms(arch, _family(problem), problem.variant)
     firsts = range(1, min(max_m, _SETTLED_M) + 1, 64)
-    sm_counts = sorted(set(arch_sms))
-    blocks = {_gemm_tile(replace(problem, m=m), sms) for m in firsts for sms in sm_counts}
-    limits = Limits(arch, sm_counts[-1], shared_memory_bytes)
-    return tuple(sorted(_gemm_with(block, limits) for block in blocks))
+    return tuple(sorted({_fastest(replace(problem, m=m), sms, gemms) for m in firsts for sms in set(arch_sms)}))
 
 
 # A model of one persistent block's time on an H200, in ns: waves x (k-blocks x cost of the tile's k-block + cost of a tile).
 # Fitted to bench/results/tiles.json (dense, contiguous and masked problems timed with every tile): its choice is on average 1 %
 # slower than the best tile.
-_K_BLOCK_NS = {(64, 64): 170, (64, 128): 280, (128, 64): 285, (128, 128): 460, (128, 192): 570, (256, 128): 825}
+# The BF16 and row-scale tiles are estimates from the FP8 ones, not fitted yet.
+_K_BLOCK_NS: dict[tuple[str, tuple[str, ...]], dict[tuple[int, int], int]] = {
+    (FP8_GEMM, ()): {(64, 64): 170, (64, 128): 280, (128, 64): 285, (128, 128): 460, (128, 192): 570, (256, 128): 825},
+    (FP8_GEMM, (ROW_SCALES,)): {(64, 128): 330, (128, 128): 560},
+    (BF16_GEMM, ()): {(64, 128): 260, (128, 128): 400, (128, 256): 700},
+    (BF16_GEMM, (N_MAJOR,)): {(64, 128): 260, (128, 128): 400, (128, 256): 700},
+}
 _TILE_NS = 1400
 
 _SETTLED_M = 8192
 """Rows above which more rows change nothing: many waves, whose last one matters little."""
 
 
-def _gemm_tile(problem: GemmProblem, sms: int) -> tuple[int, int]:
-    """Return the tile that the model finds fastest, the larger one of equals."""
+@cache
+def _gemms(arch: str, family: str, variant: tuple[str, ...]) -> tuple[KernelSpec, ...]:
+    return tuple(spec for spec in kernel_set(arch) if spec.family == family and spec.flags == variant)
+
+
+def _family(problem: GemmProblem) -> str:
+    return next(family for family, dtypes in GEMM_DTYPES.items() if dtypes == problem.dtypes)
+
+
+def _fastest(problem: GemmProblem, sms: int, gemms: tuple[KernelSpec, ...]) -> KernelSpec:
+    """Return the kernel whose tile the model finds fastest, the larger tile of equals."""
     settled = replace(problem, m=min(problem.m, _SETTLED_M))
-    k_blocks = -(-problem.k // BLOCK_K)
 
-    def cost_ns(tile: tuple[int, int]) -> tuple[int, int]:
-        waves = -(-tiles(settled, *tile) // sms)
-        return waves * (k_blocks * _K_BLOCK_NS[tile] + _TILE_NS), -tile[0] * tile[1]
+    def cost_ns(spec: KernelSpec) -> tuple[int, int]:
+        block_m, block_n, block_k = spec.block
+        waves = -(-tiles(settled, block_m, block_n) // sms)
+        k_blocks = -(-problem.k // block_k)
+        return waves * (k_blocks * _K_BLOCK_NS[spec.family, spec.flags][block_m, block_n] + _TILE_NS), -block_m * block_n
 
-    return min((tile for tile in FP8_GEMM_TILES if _fits(problem, tile[0])), key=cost_ns)
+    return min((spec for spec in gemms if _fits(problem, spec.block[0])), key=cost_ns)
 
 
 def _fits(problem: GemmProblem, block_m: int) -> bool:
@@ -82,15 +91,28 @@ def _fits(problem: GemmProblem, block_m: int) -> bool:
     return block_m == 64 or problem.m > 64
 
 
-def _gemm_with(block: tuple[int, int], limits: Limits) -> KernelSpec:
-    return next(spec for spec in kernel_set(limits.arch) if spec.family == FP8_GEMM and spec.block[:2] == block)
+def _step(problem: StepProblem, arch: str) -> KernelSpec:
+    for spec in kernel_set(arch):
+        if (spec.family, spec.dtypes) == (problem.family, problem.dtypes):
+            return spec
+    variants = STEP_KERNELS[problem.family][0] if problem.family in STEP_KERNELS else ()
+    raise UnsupportedError(
+        given=f"{problem.family} of {' -> '.join(problem.dtypes)}",
+        supported=", ".join(" -> ".join(dtypes) for dtypes in variants) or "the families " + ", ".join(STEP_KERNELS),
+    )
 
 
 def _refuse(problem: GemmProblem) -> None:
-    if problem.dtypes not in GEMM_DTYPES:
+    if problem.dtypes not in GEMM_DTYPES.values():
         raise UnsupportedError(
             given="a GEMM of " + " x ".join(problem.dtypes[:2]) + " -> " + problem.dtypes[2],
-            supported="; ".join(f"{a} x {b} -> {d}" for a, b, d in GEMM_DTYPES),
+            supported="; ".join(f"{a} x {b} -> {d}" for a, b, d in GEMM_DTYPES.values()),
+        )
+    family = _family(problem)
+    if (family, problem.variant) not in GEMM_TILES:
+        raise UnsupportedError(
+            given=f"variant {','.join(problem.variant)} of {family}",
+            supported="; ".join(",".join(flags) or "none" for known, flags in GEMM_TILES if known == family),
         )
     faults: list[str] = []
     advice: list[str] = []
@@ -104,11 +126,14 @@ def _refuse(problem: GemmProblem) -> None:
     faults.extend(f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int))
     if faults:
         raise UnsupportedError(given=", ".join(faults), supported="whole numbers")
-    for name, value, step in (("N", problem.n, 8), ("K", problem.k, 16)):
+    for name, value, step in (("N", problem.n, 8), ("K", problem.k, _K_STEPS[family])):
         if value < step or value % step:
             faults.append(f"{name} = {value}")
             lower, upper = value // step * step, (value // step + 1) * step if value >= 0 else step
             advice.append(f"nearest {name}: {f'{lower} or ' if lower > 0 else ''}{upper}")
+    if problem.layout is Layout.DENSE and problem.groups != 1:
+        faults.append(f"{problem.groups} groups of a dense layout")
+        advice.append("one group, or a grouped layout")
     if problem.groups < 1 or (problem.groups > MAX_GROUPS and problem.layout is not Layout.CONTIGUOUS):
         faults.append(f"{problem.groups} groups")
         advice.append(f"1 to {MAX_GROUPS} groups, or a row index, which has no limit")
@@ -118,6 +143,6 @@ def _refuse(problem: GemmProblem) -> None:
     if faults:
         raise UnsupportedError(
             given=", ".join(faults),
-            supported="N a multiple of 8, K a multiple of 16, group alignment a multiple of 64",
+            supported=f"N a multiple of 8, K a multiple of {_K_STEPS[family]}, group alignment a multiple of 64",
             advice="; ".join(advice),
         )

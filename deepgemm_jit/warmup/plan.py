@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
-    CastProblem,
     GemmProblem,
     KernelSpec,
     Layout,
-    ScaleLayoutProblem,
+    StepProblem,
     arch_named,
     kernel_set,
     limits_of,
     reachable,
     select,
 )
-from deepgemm_jit.spec.kernel_set import CAST_DTYPES
+from deepgemm_jit.spec.kernel_set import STEP_KERNELS
 from deepgemm_jit.warmup.models import SCALE_BLOCK, Model, Uncovered, read_model
 
 DEFAULT_MAX_TOKENS = 16384
-GROUPED_LAYOUTS = (Layout.CONTIGUOUS, Layout.PREFIX_SUMS, Layout.MASKED)
+# The experts forward lays out few rows per expert with an alignment of 64.
+GROUPED_LAYOUTS = ((Layout.CONTIGUOUS, 128), (Layout.PREFIX_SUMS, 64), (Layout.PREFIX_SUMS, 128), (Layout.MASKED, 128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def plan_for(
     read = read_model(model)
     sm_counts = range(1, known.max_sms + 1) if sms is None else (sms,)
     problems = tuple(
-        PlannedProblem(what, largest, reachable(largest, largest.m, arch, known.shared_memory_bytes, sm_counts))
+        PlannedProblem(what, largest, reachable(largest, largest.m, arch, sm_counts))
         for what, largest in _expert_gemms(arch, read, tp, ep, max_tokens)
     )
     needed = {spec for problem in problems for spec in problem.kernels} | (_operand_kernels(arch) if problems else set())
@@ -103,9 +103,10 @@ def plan_for(
 
 
 def _operand_kernels(arch: str) -> set[KernelSpec]:
-    """Return the kernels that every GEMM of quantized activations stands on: the casts to FP8 and the scale layout."""
+    """Return the kernels that stand around every GEMM of quantized activations: casts, layouts, the steps of the forward."""
     limits = limits_of(arch)
-    return {select(ScaleLayoutProblem(), limits), *(select(CastProblem(dtype), limits) for dtype in CAST_DTYPES)}
+    steps = (StepProblem(family, dtypes) for family, (variants, _) in STEP_KERNELS.items() for dtypes in variants)
+    return {select(step, limits) for step in steps}
 
 
 def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) -> Iterator[tuple[str, GemmProblem]]:
@@ -115,11 +116,11 @@ def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) ->
         return
     groups, width = model.experts // ep, model.intermediate_size // tp
     for what, n, k in (("experts gate_up", 2 * width, model.hidden_size), ("experts down", model.hidden_size, width)):
-        for layout in GROUPED_LAYOUTS:
-            problem = GemmProblem(max_tokens, n, k, groups, layout)
+        for layout, alignment in GROUPED_LAYOUTS:
+            problem = GemmProblem(max_tokens, n, k, groups, layout, alignment)
             if layout is not Layout.MASKED:
                 # Every group may end in a tile that is all padding but for one row.
-                padding = groups * (problem.alignment - 1)
+                padding = groups * alignment
                 problem = replace(problem, m=max_tokens * model.experts_per_token + padding)
             try:
                 select(problem, limits_of(arch))

@@ -199,7 +199,7 @@ def test_every_kernel_is_right_in_every_layout(
         asked.append(problem.layout)
         return spec
 
-    monkeypatch.setattr("deepgemm_jit.ops.gemm.select", forced)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.select", forced)
     block_m = spec.block[0]
     k, sizes = 1296, (130, 0, 1, 257, 64)  # more k-blocks than stages
     if layout is Layout.DENSE:
@@ -215,5 +215,5 @@ def test_every_kernel_is_right_in_every_layout(
 
 @pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
 def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepgemm_jit.ops.gemm.select", lambda _problem, _limits: spec)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.select", lambda _problem, _limits: spec)
     check_dense(2500, 2056, 272)

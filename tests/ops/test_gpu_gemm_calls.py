@@ -135,7 +135,7 @@ def refuse_to_launch() -> None:
 def test_no_rows_or_groups_launch_and_compile_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b, grouped = random_b(N, K), random_b(3, N, K)
     no_data = torch.empty(0, dtype=torch.int32, device="cuda")
-    monkeypatch.setattr("deepgemm_jit.ops.gemm.default_service", refuse_to_launch)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.default_service", refuse_to_launch)
     monkeypatch.setattr("deepgemm_jit.ops.quant.default_service", refuse_to_launch)
     a = (torch.empty((0, K), device="cuda", dtype=E4M3), torch.empty((0, 9), device="cuda"))
     out = Output(5, N)

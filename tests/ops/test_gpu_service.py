@@ -20,9 +20,9 @@ from ops.reference import Output, assert_close, cast_rows, group_rows, product, 
 import deepgemm_jit
 from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError
-from deepgemm_jit.runtime import CastCall, prepare_cast
+from deepgemm_jit.runtime.steps import CastCall, prepare_cast
 from deepgemm_jit.service import KernelService, default_service
-from deepgemm_jit.spec import CastProblem, GemmProblem, kernel_set, limits_of, select
+from deepgemm_jit.spec import CAST_TO_FP8, GemmProblem, StepProblem, kernel_set, limits_of, select
 
 ARCH = "sm_90a"
 CHILD_LIMIT_S = 90
@@ -193,7 +193,7 @@ def test_a_kernel_of_the_first_gpu_is_refused_on_the_second(service: type[Kernel
     made = service()
     launch = prepare_cast(CastCall(x.data_ptr(), values.data_ptr(), scales.data_ptr(), 128, 8, 8, 128, False, 2))
     with torch.cuda.device(0):
-        kernel = made.kernel(select(CastProblem("bf16"), made.limits()))
+        kernel = made.kernel(select(StepProblem(CAST_TO_FP8, ("bf16", "e4m3")), made.limits()))
     with torch.cuda.device(1):
         torch.ones(1, device="cuda:1")
         other = made.kernel(kernel.spec)

@@ -17,9 +17,10 @@ from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
     CAST_TO_FP8,
     SCALE_LAYOUT,
-    CastProblem,
+    CAST_TO_FP8,
+    SCALE_LAYOUT,
     Layout,
-    ScaleLayoutProblem,
+    StepProblem,
     arch_named,
     kernel_set,
     limits_of,
@@ -114,7 +115,7 @@ def test_rows_count_every_choice_of_every_token_and_the_padding_of_every_group(m
 def test_the_casts_and_the_scale_layout_that_the_gemms_stand_on_are_planned(models: Path, name: str) -> None:
     plan = plan_for("sm_90a", models / name)
     limits = limits_of("sm_90a")
-    assert {select(problem, limits) for problem in (CastProblem("bf16"), CastProblem("f32"), ScaleLayoutProblem())} <= set(
+    assert {select(problem, limits) for problem in (StepProblem(CAST_TO_FP8, ("bf16", "e4m3")), StepProblem(CAST_TO_FP8, ("f32", "e4m3")), StepProblem(SCALE_LAYOUT, ("f32",)))} <= set(
         plan.kernels
     )
 

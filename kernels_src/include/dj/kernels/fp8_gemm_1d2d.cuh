@@ -1,4 +1,5 @@
-// D = A @ B.T on Hopper: A and B in E4M3, K-major; one float32 scale per row and 128 columns of A, one per 128 x 128 block of B.
+// D = A @ B.T on Hopper: A and B in E4M3, K-major; one float32 scale per row and 128 columns of A, one per 128 x 128 block of B
+// (or, with row scales, one per row and 128 columns of B).
 //
 // Warp-specialised and persistent. One thread of the last warpgroup keeps the copy engine busy over a ring of stages; the other
 // warpgroups multiply. The tensor core sums FP8 products with fewer bits than float32, so the sum of each k-block (128 columns)
@@ -14,7 +15,7 @@
 namespace dj {
 
 struct GemmArguments {
-    const float* b_scales;  // (groups, ceil(N / 128), ceil(K / 128))
+    const float* b_scales;  // (groups, ceil(N / 128), ceil(K / 128)); row scales come through a tensor map instead
     int64_t b_scales_group_stride;
     int64_t b_scales_row_stride;
     Output d;
@@ -22,7 +23,7 @@ struct GemmArguments {
     uint32_t k_blocks;
 };
 
-template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, class Product>
+template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, bool kRowScales, class Product>
 struct Fp8Gemm1d2d {
     static constexpr uint32_t kBlockK = kScaleBlock;
     static constexpr uint32_t kConsumers = kBlockM >= 128 ? 2 : 1;   // warpgroups
@@ -34,45 +35,43 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kProducerRegisters = 40;
     static constexpr uint32_t kConsumerRegisters = 232;
 
-    // Two sums in registers beside the totals: with 64 x 192 or two waves there is room for one.
-    static constexpr bool kOverlaps = kWaves == 1 && kBlockN <= 128;
+    // Two sums in registers beside the totals: with 64 x 192, two waves or a scale per column there is room for one.
+    static constexpr bool kOverlaps = kWaves == 1 && kBlockN <= 128 && !kRowScales;
 
     // B scales that a tile meets in one k-block: a second one where it crosses a multiple of 128 columns. Columns come in chunks
     // of one scale each.
-    static constexpr uint32_t kScalesB = kScaleBlock % kBlockN == 0 ? 1 : 2;
-    static constexpr uint32_t kChunk = kScalesB == 1 ? kBlockN : 64;
+    static constexpr uint32_t kScalesB = kRowScales ? 0 : kScaleBlock % kBlockN == 0 ? 1 : 2;
+    static constexpr uint32_t kChunk = kScalesB == 2 ? 64 : kBlockN;
     static constexpr uint32_t kChunks = kBlockN / kChunk;
 
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kBlockN * kBlockK;
     static constexpr uint32_t kBytesScales = kBlockM * 4;
+    static constexpr uint32_t kBytesRowScales = kRowScales ? kBlockN * 4 : 0;
     static constexpr uint32_t kBytesStrip = 16 * kStripPitch<kBlockN>;
 
     // Shared memory, in this order; spec.kernel_set.gemm_shared_memory_bytes adds it up for the host.
     static constexpr uint32_t kOffsetB = kStages * kBytesA;
     static constexpr uint32_t kOffsetScales = kOffsetB + kStages * kBytesB;
-    static constexpr uint32_t kOffsetStrips = kOffsetScales + kStages * kBytesScales;
+    static constexpr uint32_t kOffsetRowScales = kOffsetScales + kStages * kBytesScales;
+    static constexpr uint32_t kOffsetStrips = kOffsetRowScales + kStages * kBytesRowScales;
     static constexpr uint32_t kOffsetFull = kOffsetStrips + kConsumerWarps * kBytesStrip;
     static constexpr uint32_t kOffsetEmpty = kOffsetFull + kStages * 8;
     static constexpr uint32_t kOffsetScaleB = kOffsetEmpty + kStages * 8;
     static constexpr uint32_t kOffsetGroups = kOffsetFull + 256;
     static_assert(kStages * (16 + 4 * kScalesB) <= 256, "barriers and B scales have 256 bytes");
-    static_assert(kBlockN % 16 == 0 && (kScalesB == 1 || kBlockN == 192), "chunks of 64 columns start at multiples of 64");
+    static_assert(kBlockN % 16 == 0 && (kScalesB < 2 || kBlockN == 192), "chunks of 64 columns start at multiples of 64");
 
-    // Position in the ring of stages: full and empty phases alternate each round.
-    struct Ring {
-        uint32_t stage = 0;
-        uint32_t phase = 0;
-        __device__ void advance() {
-            if (++stage == kStages) {
-                stage = 0;
-                phase ^= 1;
-            }
-        }
+    using Ring = StageRing<kStages>;
+
+    struct Maps {
+        const TensorMap& a;
+        const TensorMap& b;
+        const TensorMap& a_scales;
+        const TensorMap* b_scales;  // row scales only
     };
 
-    __device__ static void run(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_scales,
-                               const GemmArguments& arguments) {
+    __device__ static void run(const Maps& maps, const GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
         // Swizzled tiles repeat every 1024 bytes; the runtime gives 16-byte alignment only.
         uint8_t* shared = shared_raw + (1024 - shared_address(shared_raw) % 1024) % 1024;
@@ -84,15 +83,16 @@ struct Fp8Gemm1d2d {
         // --- barriers and group starts
         if (threadIdx.x == 0) {
             for (uint32_t stage = 0; stage < kStages; ++stage) {
-                barrier_init(base + kOffsetFull + stage * 8, 2);  // the copy engine's bytes, the B scale
+                barrier_init(base + kOffsetFull + stage * 8, kRowScales ? 1 : 2);  // the copy engine's bytes, the B scale
                 barrier_init(base + kOffsetEmpty + stage * 8, kConsumerWarps);
             }
             fence_barrier_init();
         }
         if (warp == kConsumerWarps && elect_one()) {
-            prefetch_map(map_a);
-            prefetch_map(map_b);
-            prefetch_map(map_scales);
+            prefetch_map(maps.a);
+            prefetch_map(maps.b);
+            prefetch_map(maps.a_scales);
+            if constexpr (kRowScales) prefetch_map(*maps.b_scales);
         }
         if (warp == 1 && arguments.shape.counts_rows()) Scheduler::count(arguments.shape, group_starts);
         __syncthreads();
@@ -100,7 +100,7 @@ struct Fp8Gemm1d2d {
         Scheduler scheduler(arguments.shape, group_starts);
         if (warpgroup == kConsumers) {
             if constexpr (kConsumers == 2) lower_registers_to<kProducerRegisters>();
-            if (warp == kConsumerWarps && elect_one()) produce(map_a, map_b, map_scales, arguments, scheduler, base);
+            if (warp == kConsumerWarps && elect_one()) produce(maps, arguments, scheduler, base);
         } else {
             if constexpr (kConsumers == 2) raise_registers_to<kConsumerRegisters>();
             consume(arguments, scheduler, shared, base, warpgroup, warp);
@@ -110,8 +110,7 @@ struct Fp8Gemm1d2d {
    private:
     using Scheduler = TileScheduler<kBlockM, kBlockN>;
 
-    __device__ static void produce(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_scales,
-                                   const GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
+    __device__ static void produce(const Maps& maps, const GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
         const uint32_t last_scale_row = ceil_div(arguments.shape.n, kScaleBlock) - 1;
         Ring ring;
         Tile tile;
@@ -126,13 +125,18 @@ struct Fp8Gemm1d2d {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
                 const uint32_t scale_b = base + kOffsetScaleB + ring.stage * (4 * kScalesB);
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
-                barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales);
-                load_box(map_b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group);
-                load_box(map_a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
-                load_box(map_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, block, tile.a_group);
-                load_float(scale_b, b_scales + block);
-                if constexpr (kScalesB == 2) load_float(scale_b + 4, b_scales + second + block);
-                arrive_when_loaded(full);
+                barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales + kBytesRowScales);
+                load_box(maps.b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group);
+                load_box(maps.a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
+                load_box(maps.a_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, block, tile.a_group);
+                if constexpr (kRowScales) {
+                    load_box(*maps.b_scales, full, base + kOffsetRowScales + ring.stage * kBytesRowScales, tile.column, block,
+                             tile.group);
+                } else {
+                    load_float(scale_b, b_scales + block);
+                    if constexpr (kScalesB == 2) load_float(scale_b + 4, b_scales + second + block);
+                    arrive_when_loaded(full);
+                }
             }
         }
     }
@@ -157,7 +161,9 @@ struct Fp8Gemm1d2d {
         const float* b_scales = reinterpret_cast<const float*>(self.shared + kOffsetScaleB) + ring.stage * kScalesB;
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-            const float b = kScalesB == 1 || chunk * kChunk < self.scale_change ? b_scales[0] : b_scales[kScalesB - 1];
+            float b = 1.0f;  // with row scales: they follow per column
+            if constexpr (kScalesB == 1) b = b_scales[0];
+            if constexpr (kScalesB == 2) b = b_scales[chunk * kChunk < self.scale_change ? 0 : 1];
             scales[chunk][0] = a_scales[0] * b;
             scales[chunk][1] = a_scales[8] * b;
         }
@@ -166,7 +172,7 @@ struct Fp8Gemm1d2d {
         hold(sums);
         products_begin();
 #pragma unroll
-        for (uint32_t k = 0; k < kBlockK / kProductK; ++k)
+        for (uint32_t k = 0; k < kBlockK / kProductBytes; ++k)
             Product::issue(a + k * kDescriptorStep, b + k * kDescriptorStep, sums, k != 0);
         products_commit();
         hold(sums);
@@ -182,6 +188,20 @@ struct Fp8Gemm1d2d {
             totals[i + 1] += scales[chunk][0] * sums[i + 1];
             totals[i + 2] += scales[chunk][1] * sums[i + 2];
             totals[i + 3] += scales[chunk][1] * sums[i + 3];
+        }
+    }
+
+    // The same with a B scale per column, read where the copy engine left it.
+    __device__ static void promote(float (&totals)[kBlockN / 2], float (&sums)[kBlockN / 2], const RowScales& scales,
+                                   const float2* b_scales) {
+        hold(sums);
+#pragma unroll
+        for (uint32_t i = 0; i < kBlockN / 2; i += 4) {
+            const float2 b = b_scales[i];  // columns 2 * i and 2 * i + 1 after this thread's first two
+            totals[i] += scales[0][0] * b.x * sums[i];
+            totals[i + 1] += scales[0][0] * b.y * sums[i + 1];
+            totals[i + 2] += scales[0][1] * b.x * sums[i + 2];
+            totals[i + 3] += scales[0][1] * b.y * sums[i + 3];
         }
     }
 
@@ -205,8 +225,15 @@ struct Fp8Gemm1d2d {
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
                 issue(self, ring, wave, sums, scales);
                 products_wait<0>();
-                if (wave == kWaves - 1) release(self, ring);
-                promote(totals[wave], sums, scales);
+                if constexpr (kRowScales) {
+                    promote(totals[wave], sums, scales,
+                            reinterpret_cast<const float2*>(self.shared + kOffsetRowScales + ring.stage * kBytesRowScales) +
+                                lane_id() % 4);
+                    if (wave == kWaves - 1) release(self, ring);
+                } else {
+                    if (wave == kWaves - 1) release(self, ring);
+                    promote(totals[wave], sums, scales);
+                }
             }
         }
     }

@@ -12,6 +12,7 @@ template <class... Values>
 __device__ inline void synclog_emit_wgmma_smem_smem(Values...) {}
 }  // namespace cutlass::arch
 namespace dj::GMMA {
+enum class Major { K = 0, MN = 1 };
 enum class ScaleOut { Zero = 0, One = 1 };
 enum class ScaleIn { Neg = -1, One = 1 };
 }  // namespace dj::GMMA
@@ -40,7 +41,13 @@ constexpr uint64_t kDescriptorBase = (uint64_t(1) << 62) | (uint64_t(1024 / 16) 
 
 __device__ inline uint64_t descriptor(uint32_t tile_address) { return kDescriptorBase | ((tile_address & 0x3ffff) >> 4); }
 
-constexpr uint32_t kProductK = 32;             // bytes of K that one FP8 product consumes
+constexpr uint32_t kProductBytes = 32;         // of K that one product consumes: 32 of FP8, 16 of BF16
 constexpr uint32_t kDescriptorStep = 32 / 16;  // descriptor units to the next product within a swizzled row
+
+// Descriptor of an N-major tile (BF16 only): boxes of 64 columns, each a row of 128 bytes per k; the next 8 k lie 1024 bytes on, the
+// next 64 columns a box of `box_bytes` on.
+__device__ inline uint64_t descriptor_n_major(uint32_t tile_address, uint32_t box_bytes) {
+    return (uint64_t(1) << 62) | (uint64_t(1024 / 16) << 32) | (uint64_t(box_bytes / 16) << 16) | ((tile_address & 0x3ffff) >> 4);
+}
 
 }  // namespace dj

@@ -44,4 +44,17 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
+// Position in a ring of stages: the parity of a stage's barriers alternates each round.
+template <uint32_t kStages>
+struct StageRing {
+    uint32_t stage = 0;
+    uint32_t phase = 0;
+    __device__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
 }  // namespace dj

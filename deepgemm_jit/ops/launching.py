@@ -1,0 +1,90 @@
+"""From tensors to launches: what the operations share once their operands are checked."""
+
+from __future__ import annotations
+
+import torch
+
+from deepgemm_jit.ops.checks import round_up
+from deepgemm_jit.runtime import GemmCall, Launch, Matrices, prepare_gemm
+from deepgemm_jit.service import Call, default_service
+from deepgemm_jit.spec import GemmProblem, KernelSpec, select
+
+_SCALE_ALIGNMENT = 4
+"""Floats to which the columns of M-major scales are padded: 16 bytes, as tensor maps need."""
+
+
+def call_on(tensor: torch.Tensor) -> Call:
+    """Return the context that a call on a tensor's device and torch's current stream there means, to be entered with ``with``."""
+    device = tensor.device.index
+    return default_service().call(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
+    """Launch a kernel on the stream of a call, built and loaded first if need be."""
+    call.kernel(spec).launch(launch.grid, launch.block, call.stream, launch.params_pointer)
+
+
+def run_gemm(
+    call: Call,
+    problem: GemmProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    group_data: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Run the kernel that selection finds for ``problem``. A scales are M-major, and so are B scales of one per row."""
+    spec = select(problem, call.limits)
+    call.kernel(spec)
+    row_scales = bool(problem.variant) and scales is not None
+    gemm = GemmCall(
+        a=_matrices(a),
+        b=_matrices(b),
+        d=_matrices(out),
+        group_data=0 if group_data is None else group_data.data_ptr(),
+        m=a.shape[-2],
+        n=problem.n,
+        k=problem.k,
+        groups=problem.groups,
+        layout=problem.layout,
+        alignment=problem.alignment,
+        a_scales=None if scales is None else _m_major(scales[0]),
+        b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
+    )
+    run(call, spec, prepare_gemm(spec, call.limits.sms, default_service().maps, gemm))
+
+
+def column_stride(scales: torch.Tensor) -> int:
+    """Return the floats between the columns of M-major scales; of a single column, a number that a tensor map takes."""
+    return scales.stride(-1) if scales.size(-1) > 1 else round_up(scales.size(-2), _SCALE_ALIGNMENT)
+
+
+def group_stride(tensor: torch.Tensor) -> int:
+    """Return the elements between the matrices of a stack; 0 for a single matrix."""
+    return tensor.stride(0) if tensor.dim() == 3 else 0
+
+
+def lies_m_major(scales: torch.Tensor) -> bool:
+    """Return whether the copy engine can read scales by their strides; those of dimensions of size 1 mean nothing."""
+    rows_follow = scales.size(-2) == 1 or scales.stride(-2) == 1
+    columns_align = scales.size(-1) == 1 or (scales.stride(-1) >= scales.size(-2) and scales.stride(-1) % _SCALE_ALIGNMENT == 0)
+    groups_align = scales.dim() == 2 or scales.size(0) == 1 or (scales.stride(0) > 0 and scales.stride(0) % _SCALE_ALIGNMENT == 0)
+    return rows_follow and columns_align and groups_align
+
+
+def empty_m_major(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return unwritten float32 scales of (..., M, columns), M-major with columns padded to 16 bytes."""
+    *groups, m, columns = shape
+    column = round_up(max(m, 1), _SCALE_ALIGNMENT)
+    strides = (*(column * columns for _ in groups), 1, column)
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+
+
+def _m_major(scales: torch.Tensor) -> Matrices:
+    return Matrices(scales.data_ptr(), group_stride(scales), column_stride(scales))
+
+
+def _matrices(tensor: torch.Tensor) -> Matrices:
+    # One row has no row stride: torch reports anything there, and a map wants a multiple of 16 bytes.
+    row_stride = tensor.stride(-2) if tensor.size(-2) > 1 else round_up(tensor.size(-1), 16)
+    return Matrices(tensor.data_ptr(), group_stride(tensor), row_stride)

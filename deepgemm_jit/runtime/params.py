@@ -1,0 +1,54 @@
+"""Parameters of kernels: the memory in which a thread lays out those of the launch it is making.
+
+The driver copies parameters during the launch call, so one buffer per thread is reused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAP_BYTES = 128
+_MOST_MAPS = 4
+_MOST_ARGUMENT_BYTES = 128
+_MAP_ALIGNMENT = 64
+
+
+class Launch(NamedTuple):
+    """What a launch needs beside a kernel and a stream; the parameters last until this thread prepares its next launch."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params_pointer: int
+
+
+class _Buffer(threading.local):
+    def __init__(self) -> None:
+        size = _MOST_MAPS * MAP_BYTES + _MOST_ARGUMENT_BYTES
+        self._memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT - 1)
+        address = ctypes.addressof(self._memory)
+        offset = -address % _MAP_ALIGNMENT
+        base = address + offset
+        self.view = memoryview(self._memory).cast("B")[offset : offset + size]
+        # Arrays of pointers, by number of maps: to each map, and to the arguments behind them.
+        self._pointers = [
+            (ctypes.c_void_p * (maps + 1))(*(base + at * MAP_BYTES for at in range(maps + 1))) for maps in range(_MOST_MAPS + 1)
+        ]
+        self.pointers = [ctypes.addressof(array) for array in self._pointers]
+
+
+_buffer = _Buffer()
+
+
+def lay_out(layout: struct.Struct, values: Sequence[int | float], maps: Sequence[bytes] = ()) -> int:
+    """Lay out tensor maps and one struct of arguments; return the address of the array of pointers to them."""
+    view = _buffer.view
+    at = 0
+    for encoded in maps:
+        view[at : at + MAP_BYTES] = encoded
+        at += MAP_BYTES
+    layout.pack_into(view, at, *values)
+    return _buffer.pointers[len(maps)]

@@ -15,6 +15,7 @@ from deepgemm_jit.ops.gemm import (
     m_grouped_fp8_gemm_nt_masked,
 )
 from deepgemm_jit.ops.quant import get_mn_major_tma_aligned_tensor, per_token_cast_to_fp8
+from deepgemm_jit.ops.ue8m0 import requantize_ue8m0, to_ue8m0
 from deepgemm_jit.ops.weights import Activation, Experts, Projection, prepare_experts
 
 __all__ = [
@@ -37,4 +38,6 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_masked",
     "per_token_cast_to_fp8",
     "prepare_experts",
+    "requantize_ue8m0",
+    "to_ue8m0",
 ]

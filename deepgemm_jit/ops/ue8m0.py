@@ -35,7 +35,7 @@ def codes_of(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the UE8M0 bytes of float32 scales, and where a byte stands for exactly the scale: elsewhere it means nothing."""
     bits = scale.view(torch.int32)
     codes = (bits >> _MANTISSA_BITS).clamp(0, NAN).to(torch.uint8)
-    return codes, float_from_ue8m0(codes).view(torch.int32) == bits
+    return codes, (float_from_ue8m0(codes).view(torch.int32) == bits) & (codes != NAN)
 
 
 def to_ue8m0(scale: torch.Tensor) -> torch.Tensor:

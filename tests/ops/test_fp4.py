@@ -98,8 +98,8 @@ def test_every_code_under_every_scale_of_a_span_folds_exactly(span: int, form: s
     assert torch.equal(projection.weight.double().signbit(), expected.signbit())
 
 
-@pytest.mark.parametrize("lowest", (0, 100, 240))
-@pytest.mark.parametrize("span", (0, 3, 14))
+@pytest.mark.parametrize("lowest", [0, 100, 240])
+@pytest.mark.parametrize("span", [0, 3, 14])
 def test_random_experts_with_ragged_ends_equal_their_dequantized_bits(span: int, lowest: int) -> None:
     count, n, k = 3, 288, 208  # neither N nor K is a multiple of 128, and the last scale is for 16 columns
     codes = random_codes(count, n, k)
@@ -130,7 +130,7 @@ def test_values_stay_as_they_are_while_scales_span_8_binades() -> None:
 
 
 @pytest.mark.parametrize("form", SCALE_FORMS)
-@pytest.mark.parametrize("far", (0, 15, 254))
+@pytest.mark.parametrize("far", [0, 15, 254])
 def test_scales_of_groups_that_are_zero_do_not_count(far: int, form: str) -> None:
     codes = random_codes(2, 128, 256)
     scale_codes = torch.full((2, 128, 8), 130)
@@ -145,7 +145,7 @@ def test_scales_of_groups_that_are_zero_do_not_count(far: int, form: str) -> Non
 def test_a_block_of_zeros_has_a_scale_of_one() -> None:
     codes = random_codes(1, 256, 128)
     codes[0, 128:] = 0
-    scale_codes = spanning(1, 256, 128, 60, 200)
+    scale_codes = spanning(1, 256, 128, 60, 190)
     scale_codes = torch.cat([scale_codes[:, :128].clamp(60, 70), scale_codes[:, 128:]], 1)
     projection = prepare(codes, as_form(scale_codes, "uint8")).gate_up
     assert projection.scale[0, 1].tolist() == [1.0]
@@ -166,7 +166,7 @@ def test_a_float32_scale_of_zero_makes_zeros() -> None:
 def test_a_span_of_15_binades_is_refused_by_expert_and_block_and_changes_nothing(form: str) -> None:
     codes = random_codes(3, 288, 416) | 1  # no zeros
     scale_codes = torch.full((3, 288, 13), 100)
-    scale_codes[2, 130, 12], scale_codes[2, 287, 12] = 92, 107
+    scale_codes[2, 130, 12], scale_codes[2, 255, 12] = 92, 107
     wide = pack(codes), as_form(scale_codes, form)
     before = [tensor.view(torch.uint8).clone() for tensor in wide]
     down = torch.ones((3, 416, 144)).to(torch.float8_e4m3fn), torch.ones((3, 4, 2))
@@ -185,7 +185,7 @@ def test_spans_across_blocks_are_free() -> None:
     assert torch.equal(folded(prepare(codes, as_form(scale_codes, "e8m0")).gate_up), dequantized(codes, scale_codes))
 
 
-@pytest.mark.parametrize("packed_columns", (45, 4, 12))
+@pytest.mark.parametrize("packed_columns", [45, 4, 12])
 def test_columns_that_are_no_multiple_of_16_are_refused(packed_columns: int) -> None:
     k = 2 * packed_columns
     packed = torch.zeros((1, 32, packed_columns), dtype=torch.int8)
@@ -201,7 +201,7 @@ def test_an_odd_hidden_size_is_refused() -> None:
         ops.prepare_experts(packed, down, torch.ones((1, 32, 1)), torch.ones((1, 1, 1)))
 
 
-@pytest.mark.parametrize("bad", (1.5, -2.0, 2.0**-128, 3e-44))
+@pytest.mark.parametrize("bad", [1.5, -2.0, 2.0**-128, 3e-44])
 def test_a_float32_scale_that_is_no_power_of_two_is_refused(bad: float) -> None:
     scale = torch.ones((2, 128, 4))
     scale[1, 9, 2] = bad

@@ -87,6 +87,7 @@ def test_a_forward_runs_on_the_current_stream(kind: str) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # is a prototype, torch says each time
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_never_waits_for_the_gpu(kind: str) -> None:
     forward, given = Layer(kind), drawn(300)

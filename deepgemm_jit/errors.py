@@ -23,8 +23,13 @@ worker reads the same in the parent. Every text says what was given, what is nee
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
+
+_LINES_AROUND = 3
+"""Source lines that a compile error shows before and after the first one that NVRTC refused."""
 
 
 class DeepGemmJitError(Exception):
@@ -41,6 +46,12 @@ class DeepGemmJitError(Exception):
 
     def _text(self) -> str:
         raise NotImplementedError(f"{type(self).__name__} must build its text")
+
+    def afresh(self) -> Self:
+        """Return the same error with the same cause, to be raised once more: a traceback belongs to one raise."""
+        fresh = copy.copy(self)
+        fresh.__cause__ = self.__cause__
+        return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._facts)
@@ -108,7 +119,13 @@ class CompileError(DeepGemmJitError, RuntimeError):
         super().__init__(kernel=kernel, options=tuple(options), log=log, source=source)
 
     def _text(self) -> str:
-        return f"NVRTC could not compile {self.kernel}\noptions: {' '.join(self.options)}\nlog:\n{self.log.rstrip()}"
+        text = f"NVRTC could not compile {self.kernel}\noptions: {' '.join(self.options)}\nlog:\n{self.log.rstrip()}"
+        first = re.search(rf"^{re.escape(self.kernel)}\.cu\(([0-9]+)\): .*error", self.log, re.MULTILINE)
+        if first is None:
+            return text
+        line = int(first[1])
+        around = self.listing.splitlines()[max(0, line - 1 - _LINES_AROUND) : line + _LINES_AROUND]
+        return "\n".join([text, f"source around line {line}:", *around])
 
     @property
     def listing(self) -> str:
@@ -180,15 +197,17 @@ class ContextError(DeepGemmJitError, RuntimeError):
     """A loaded kernel cannot be used in the context of this call."""
 
 
-class ContextMismatchError(ContextError):
-    """A kernel, stream or operand of one context or device was used in another; nothing was launched."""
-
+class _UsedElsewhereError(ContextError):
     what: str
     belongs_to: str
     used_in: str
 
     def __init__(self, *, what: str, belongs_to: str, used_in: str) -> None:
         super().__init__(what=what, belongs_to=belongs_to, used_in=used_in)
+
+
+class ContextMismatchError(_UsedElsewhereError):
+    """A kernel, stream or operand of one context or device was used in another; nothing was launched."""
 
     def _text(self) -> str:
         return (
@@ -197,15 +216,8 @@ class ContextMismatchError(ContextError):
         )
 
 
-class StaleContextError(ContextError):
+class StaleContextError(_UsedElsewhereError):
     """The context a kernel was loaded in was reset or destroyed."""
-
-    what: str
-    belongs_to: str
-    used_in: str
-
-    def __init__(self, *, what: str, belongs_to: str, used_in: str) -> None:
-        super().__init__(what=what, belongs_to=belongs_to, used_in=used_in)
 
     def _text(self) -> str:
         return (

@@ -39,8 +39,9 @@ TREE = {
     "DriverError": ("DeepGemmJitError", "RuntimeError"),
     "KernelNotBuiltError": ("DeepGemmJitError", "RuntimeError"),
     "ContextError": ("DeepGemmJitError", "RuntimeError"),
-    "ContextMismatchError": ("ContextError",),
-    "StaleContextError": ("ContextError",),
+    "_UsedElsewhereError": ("ContextError",),
+    "ContextMismatchError": ("_UsedElsewhereError",),
+    "StaleContextError": ("_UsedElsewhereError",),
     "ForkedProcessError": ("ContextError",),
     "CaptureError": ("ContextError",),
 }
@@ -60,7 +61,7 @@ def test_the_tree_is_the_documented_one() -> None:
 
 def test_every_error_is_drawn_in_the_module_docstring() -> None:
     drawn = errors.__doc__ or ""
-    assert [name for name in TREE if name not in drawn] == []
+    assert [name for name in TREE if name not in drawn and not name.startswith("_")] == []
 
 
 def test_every_error_that_is_raised_has_a_sample() -> None:
@@ -111,6 +112,34 @@ def test_one_fault_makes_one_line_and_several_make_a_list() -> None:
 def test_compile_error_numbers_its_source_as_the_log_counts() -> None:
     error = errors.CompileError(kernel="k", options=[], log="", source="first\nsecond")
     assert [line.split() for line in error.listing.splitlines()] == [["1", "first"], ["2", "second"]]
+
+
+@pytest.mark.parametrize("line", [1, 5, 10])
+def test_compile_error_shows_the_numbered_source_around_the_first_line_that_was_refused(line: int) -> None:
+    source = "\n".join(f"source of line {number};" for number in range(1, 11))
+    log = f"dj/head.cuh(2): warning: odd\nk.cu({line}): error: no\nk.cu(7): error: neither\n"
+    text = str(errors.CompileError(kernel="k", options=[], log=log, source=source))
+    shown = text.partition(f"source around line {line}:\n")[2].splitlines()
+    assert shown == [f"{number:5d}  source of line {number};" for number in range(max(1, line - 3), min(10, line + 3) + 1)]
+
+
+@pytest.mark.parametrize("log", ["dj/head.cuh(2): error: no", "ptxas fatal: no", "k.cu(2): warning: odd"])
+def test_compile_error_shows_no_source_where_none_of_its_lines_was_refused(log: str) -> None:
+    text = str(errors.CompileError(kernel="k", options=[], log=log, source="first\nsecond"))
+    assert "second" not in text
+    assert text.endswith(log)
+
+
+@each_sample
+def test_an_error_raised_once_more_has_its_cause_and_no_traceback(error: errors.DeepGemmJitError) -> None:
+    cause = OSError("the loader's own words")
+    try:
+        raise error.afresh() from cause
+    except errors.DeepGemmJitError as raised:
+        fresh = raised.afresh()
+    assert (type(fresh), str(fresh), _facts(fresh)) == (type(error), str(error), _facts(error))
+    assert fresh.__cause__ is cause
+    assert fresh.__traceback__ is None
 
 
 @pytest.mark.parametrize("builtin", [NotImplementedError, ValueError, RuntimeError, ImportError])

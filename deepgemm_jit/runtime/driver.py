@@ -7,7 +7,6 @@ stands in for them.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 import uuid
@@ -64,7 +63,7 @@ class Driver:
                 return
             except (DriverError, ToolchainError) as failure:
                 self._failure = failure
-        raise copy.copy(self._failure)
+        raise self._failure.afresh()
 
     # Devices. A CUdevice is its ordinal: both count from 0 in the order of CUDA_VISIBLE_DEVICES.
 
@@ -111,10 +110,6 @@ class Driver:
         """Return the primary context of a GPU, created if need be, and count one more user of it."""
         return int(self._call("cuDevicePrimaryCtxRetain", ordinal))
 
-    def release_primary(self, ordinal: int) -> None:
-        """Give back one :meth:`retain_primary`."""
-        self._call("cuDevicePrimaryCtxRelease", ordinal)
-
     def current_context(self) -> int:
         """Return the context that is current in this thread, 0 for none."""
         return int(self._call("cuCtxGetCurrent"))
@@ -160,10 +155,6 @@ class Driver:
         """Return whether a stream belongs to a green context; stream 0 asks about the current context."""
         green = self._try_call("cuStreamGetGreenCtx", stream)
         return green is not None and int(green) != 0
-
-    def is_capturing(self, stream: int) -> bool:
-        """Return whether a stream is being captured into a graph."""
-        return bool(self._call("cuStreamIsCapturing", stream) != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     @contextmanager
     def relaxed_capture(self) -> Iterator[None]:

@@ -167,9 +167,6 @@ class DriverDouble(Driver):
                 primary.context_id = self._new_id()
         return primary.handle
 
-    def release_primary(self, ordinal: int) -> None:
-        self._count("release_primary")
-
     def current_context(self) -> int:
         self._count("current_context")
         return self._thread.stack[-1] if self._thread.stack else 0
@@ -210,10 +207,6 @@ class DriverDouble(Driver):
         self._count("stream_is_green")
         context = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]
         return context.kind == "green"
-
-    def is_capturing(self, stream: int) -> bool:
-        self._count("is_capturing")
-        return stream in self._capturing
 
     @contextmanager
     def relaxed_capture(self) -> Iterator[None]:

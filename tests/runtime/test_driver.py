@@ -70,8 +70,9 @@ def test_a_missing_driver_is_asked_for_once_and_named_every_time(bindings: Simpl
     bindings.cuInit = no_libcuda
     driver = Driver()
     for _ in range(3):
-        with pytest.raises(DriverError, match=r"cuInit returned no driver .*libcuda\.so\.1"):
+        with pytest.raises(DriverError, match=r"cuInit returned no driver .*libcuda\.so\.1") as refused:
             driver.device_count()
+        assert isinstance(refused.value.__cause__, RuntimeError)
     assert attempts == [0]
 
 

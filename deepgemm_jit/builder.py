@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from deepgemm_jit.compiler import compile_options, compile_source, nvrtc_info
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import KernelNotBuiltError, ToolchainError
 from deepgemm_jit.frontend import render
-from deepgemm_jit.settings import CompilePolicy, Settings, read_settings
+from deepgemm_jit.settings import PREFIX, CompilePolicy, Settings, read_settings
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store import Store, request_key
 
@@ -68,6 +69,14 @@ class Builder:
             request = self._requests[spec] = Request(spec, source.text, source.headers, options, key)
         return request
 
+    def warmup_command(self, arch: str) -> str:
+        """Return the command that builds the kernel set of ``arch`` into the store of this builder."""
+        words = ["deepgemm-jit", "warmup", "--arch", arch]
+        # A variable reaches the command by itself; what the program was given does not.
+        if self.settings.cache_dir is not None and self.settings.origin("cache_dir") != PREFIX + "CACHE_DIR":
+            words += ["--cache-dir", str(self.settings.cache_dir)]
+        return shlex.join(words)
+
     def try_cached(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Cubin | None:
         """Return the stored cubin of ``spec``, or None; compiles nothing, needs no NVRTC."""
         return self._stored(self.request(spec), max_cuda_major)
@@ -81,23 +90,25 @@ class Builder:
 
         Raises:
             KernelNotBuiltError: the policy is "never" and the store has no cubin.
-            CompileError, ToolchainError: NVRTC refused the source, or cannot be used.
+            CompileError, ToolchainError: NVRTC refused the source, or cannot be used, or is newer than the driver.
         """
         start = time.perf_counter()
         request = self.request(spec)
-        cubin = self._stored(request, max_cuda_major)
-        if cubin is not None:
-            return Built(cubin, "cached", True, time.perf_counter() - start)
+        built = self._try_built(request, max_cuda_major, start)
+        if built is not None:
+            return built
         if self.settings.compile == "never":
-            command = f"deepgemm-jit warmup --arch {spec.arch}"
+            command = self.warmup_command(spec.arch)
             raise KernelNotBuiltError(kernel=spec.name, store=self.store.describe(), command=command)
+        if max_cuda_major is not None:
+            check_loadable(max_cuda_major)
         if self.settings.compile == "warn":
             logger.warning("compiling %s now: no warm-up had built it", spec.name, stack_info=True)
         with self.store.lock(request.key, spec.name):
             # Another process or thread may have published while this one waited.
-            cubin = self._stored(request, max_cuda_major)
-            if cubin is not None:
-                return Built(cubin, "cached", True, time.perf_counter() - start)
+            built = self._try_built(request, max_cuda_major, start)
+            if built is not None:
+                return built
             compiled = compile_source(
                 source=request.source, headers=request.headers, entry=spec.name, arch=spec.arch, options=request.options
             )
@@ -107,6 +118,13 @@ class Builder:
         seconds = time.perf_counter() - start
         logger.info("compiled %s in %.2f s", spec.name, seconds)
         return Built(compiled.cubin, "compiled", stored, seconds)
+
+    def _try_built(self, request: Request, max_cuda_major: int | None, start: float) -> Built | None:
+        cubin = self._stored(request, max_cuda_major)
+        if cubin is None:
+            return None
+        stored = not self.store.is_in_memory(request.key, cubin.nvrtc_version)
+        return Built(cubin, "cached", stored, time.perf_counter() - start)
 
     def _stored(self, request: Request, max_cuda_major: int | None) -> Cubin | None:
         return self.store.get(
@@ -121,6 +139,21 @@ def build(spec: KernelSpec, settings: Settings | None = None) -> Cubin:
         KernelNotBuiltError, CompileError, ToolchainError: see :meth:`Builder.build`.
     """
     return Builder(settings).build(spec).cubin
+
+
+def check_loadable(max_cuda_major: int) -> None:
+    """Refuse an NVRTC whose cubins the driver could not load: every process would compile them again, in vain.
+
+    Raises:
+        ToolchainError: the CUDA major of NVRTC is above ``max_cuda_major``.
+    """
+    version = _nvrtc_version()
+    if version is not None and int(version.partition(".")[0]) > max_cuda_major:
+        raise ToolchainError(
+            missing=f"NVRTC {version}",
+            looked_for=f"one of CUDA {max_cuda_major}, as the driver of this machine loads no cubin of a newer one",
+            fix="Install deepgemm-jit[cu12] or update the driver",
+        )
 
 
 def _nvrtc_version() -> str | None:

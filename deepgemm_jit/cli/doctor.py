@@ -6,15 +6,19 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import click
 
 from deepgemm_jit.__about__ import __version__
-from deepgemm_jit.builder import Builder
+from deepgemm_jit.builder import Builder, check_loadable
 from deepgemm_jit.cli.output import Reply, Session, command
-from deepgemm_jit.errors import DeepGemmJitError
+from deepgemm_jit.errors import DeepGemmJitError, UnsupportedError
 from deepgemm_jit.settings import Settings, read_settings, setting_names
-from deepgemm_jit.spec import ARCHES, kernel_set
+from deepgemm_jit.spec import ARCHES, arch_of, kernel_set
+
+if TYPE_CHECKING:
+    from deepgemm_jit.runtime import DriverReport
 
 _PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cutlass", "torch", "transformers")
 
@@ -58,7 +62,7 @@ def _checks(session: Session) -> Iterator[Check]:
     builder = Builder(settings)
     yield _check("nvrtc", _nvrtc)
     yield _check("headers", lambda: _headers(builder))
-    yield _driver()
+    yield from machine_checks(_driver_report())
     yield _store(builder)
     yield from (_kernels(builder, arch) for arch in ARCHES)
 
@@ -102,20 +106,37 @@ def _headers(builder: Builder) -> str:
     return f"{path}; all {len(specs)} kernels render"
 
 
-def _driver() -> Check:
+def _driver_report() -> DriverReport:
     from deepgemm_jit.runtime import driver_report
 
-    report = driver_report()
-    if report.error is not None:
+    return driver_report()
+
+
+def machine_checks(report: DriverReport) -> Iterator[Check]:
+    """Yield the findings about the driver and each GPU: does it load what is compiled here, is there a kernel for it."""
+    if report.version is None or report.error is not None:
         # Compiling ahead on a machine without a GPU is a use this package is made for, so not a fault.
-        return Check("driver", True, f"no GPU here, compile only ({report.error})")
-    return Check("driver", True, "\n".join([f"driver for CUDA {report.version}", *report.gpus]))
+        yield Check("driver", True, f"no GPU here, compile only ({report.error})")
+        return
+    major, minor = report.version
+
+    def driver() -> str:
+        check_loadable(major)
+        return f"driver for CUDA {major}.{minor}"
+
+    yield _check("driver", driver)
+    for gpu in report.gpus:
+        name, words = f"GPU {gpu.ordinal}", f"{gpu.name}, uuid {gpu.uuid}"
+        try:
+            yield Check(name, True, f"{words}, served by the kernels of {arch_of(gpu.compute_capability).name}")
+        except UnsupportedError as refusal:
+            yield Check(name, False, f"{words}: {refusal}", "Leave it out of CUDA_VISIBLE_DEVICES; nothing runs on it")
 
 
 def _store(builder: Builder) -> Check:
-    problem = builder.store.problem()
+    failure = builder.store.write_failure()
     fix = "Name a directory that can be written with --cache-dir or DEEPGEMM_JIT_CACHE_DIR"
-    return Check("store", problem is None, builder.store.describe(), "" if problem is None else fix)
+    return Check("store", failure is None, builder.store.describe(), "" if failure is None else fix)
 
 
 def _kernels(builder: Builder, arch: str) -> Check:
@@ -127,4 +148,4 @@ def _kernels(builder: Builder, arch: str) -> Check:
     built = len(keys & {entry.key for entry in builder.store.entries()})
     # What is missing is compiled on first use, unless the policy forbids it.
     ok = built == len(keys) or builder.settings.compile != "never"
-    return Check(name, ok, f"{built} of {len(keys)} are in the store", "" if ok else f"deepgemm-jit warmup --arch {arch}")
+    return Check(name, ok, f"{built} of {len(keys)} are in the store", "" if ok else builder.warmup_command(arch))

@@ -27,12 +27,12 @@ def verify(session: Session, arch: str | None, **options: Any) -> Reply:
     builder = Builder(session.settings())
     store = builder.store
     entries = list(store.entries())
-    problems = [(problem.path, problem.reason) for problem in store.verify()]
+    damage = store.verify()
     # An entry that names a damaged object is as bad as one that is damaged itself.
-    bad_files = {path.name for path, _ in problems}
+    bad_files = {found.path.name for found in damage}
     sound = {entry.key for entry in entries if not {entry.digest, _index_name(entry)} & bad_files}
     checked = len({*map(_index_name, entries), *(name for name in bad_files if name.endswith(".json"))})
-    bad = [{"path": str(path), "reason": reason} for path, reason in problems]
+    bad = [{"path": str(found.path), "reason": found.reason} for found in damage]
     if store.root is None:
         bad.append({"path": str(session.settings().cache_dir or ""), "reason": store.describe()})
 
@@ -114,7 +114,7 @@ def show(session: Session, name: str) -> Reply:
         "entry",
     )
     options = " ".join(request.options)
-    facts = Table(headings, rows) if rows else f"not built; deepgemm-jit warmup --arch {spec.arch} builds it"
+    facts = Table(headings, rows) if rows else f"not built; {builder.warmup_command(spec.arch)} builds it"
     return Reply(
         {
             "name": spec.name,

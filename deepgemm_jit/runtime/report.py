@@ -9,12 +9,22 @@ from deepgemm_jit.runtime.driver import Driver
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """One visible GPU."""
+
+    ordinal: int
+    name: str
+    compute_capability: tuple[int, int]
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DriverReport:
     """The driver and its GPUs; either ``error`` says why there are none, or it is None."""
 
-    version: str | None
-    """Newest CUDA version that the driver serves, as ``major.minor``."""
-    gpus: tuple[str, ...]
+    version: tuple[int, int] | None
+    """Newest CUDA version that the driver serves."""
+    gpus: tuple[Gpu, ...]
     error: str | None
 
 
@@ -23,12 +33,11 @@ def driver_report(driver: Driver | None = None) -> DriverReport:
     driver = driver or Driver()
     version = None
     try:
-        version = ".".join(map(str, driver.driver_version()))
+        version = driver.driver_version()
         return DriverReport(version, tuple(_gpu(driver, ordinal) for ordinal in range(driver.device_count())), None)
     except (DriverError, ToolchainError) as error:
         return DriverReport(version, (), str(error))
 
 
-def _gpu(driver: Driver, ordinal: int) -> str:
-    capability = ".".join(map(str, driver.compute_capability(ordinal)))
-    return f"GPU {ordinal}: {driver.device_name(ordinal)}, compute capability {capability}, uuid {driver.device_uuid(ordinal)}"
+def _gpu(driver: Driver, ordinal: int) -> Gpu:
+    return Gpu(ordinal, driver.device_name(ordinal), driver.compute_capability(ordinal), driver.device_uuid(ordinal))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ _ELF_MAGIC = b"\x7fELF"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Damage:
     """A file of the store that cannot be used, and why."""
 
     path: Path
@@ -46,10 +45,9 @@ class Store:
         self._locks = Locks(settings)
         self._memory: dict[tuple[str, str], tuple[str, Cubin]] = {}
         self._warned: set[str] = set()
-        self._found: Location | None = None
+        self._found: dict[str, Location] = {}
         self._write_failure: str | None = None
         self._probed = False
-        self._mutex = threading.Lock()
 
     @classmethod
     def open(cls, settings: Settings) -> Store:
@@ -65,7 +63,7 @@ class Store:
         """Return one line: the effective root and where it came from."""
         return self._location.text + (f"; {self._write_failure}" if self._write_failure else "")
 
-    def problem(self) -> str | None:
+    def write_failure(self) -> str | None:
         """Return why cubins cannot be written to disk, or None; tries it when nothing has been written yet."""
         tree = self._tree
         if tree is None:
@@ -122,19 +120,23 @@ class Store:
             raise OperandError(operation="Store.put", faults=faults)
         tree = self._tree
         if tree is not None:
+            failure = None
             try:
                 tree.publish(entry, cubin.image)
             except OSError as error:
-                self._write_failure = self._failure_text(error)
-                self._warn_once("write", "%s; compiled kernels stay in memory", self._write_failure)
-            else:
-                self._write_failure = None
-            self._probed = True
-        stored = tree is not None and self._write_failure is None
-        if not stored:
-            with self._mutex:
-                self._memory[key, cubin.nvrtc_version] = (spec_text, cubin)
-        return stored
+                failure = self._failure_text(error)
+            # Other threads set these too, so what is returned goes by this call's own outcome.
+            self._write_failure, self._probed = failure, True
+            if failure is None:
+                self._memory.pop((key, cubin.nvrtc_version), None)
+                return True
+            self._warn_once("write", "%s; compiled kernels stay in memory", failure)
+        self._memory[key, cubin.nvrtc_version] = (spec_text, cubin)
+        return False
+
+    def is_in_memory(self, key: str, nvrtc_version: str) -> bool:
+        """Return whether a cubin is kept in the memory of this store, as it could not be written."""
+        return (key, nvrtc_version) in self._memory
 
     def lock(self, key: str, what: str | None = None) -> AbstractContextManager[bool]:
         """Return a context manager that keeps others from building ``key``; it yields whether the lock is held.
@@ -147,7 +149,7 @@ class Store:
             what: what is being built, in words, for the messages of those who wait.
         """
         _check_key("Store.lock", key)
-        if self.root is None or self.problem() is not None:
+        if self.root is None or self.write_failure() is not None:
             return self._locks.hold_in_process(key)
         # The lock folder is shared by all stores of this user, and a build for one serves none of the others.
         store = hashlib.sha256(str(self.root).encode(errors="surrogateescape")).hexdigest()[:16]
@@ -159,17 +161,20 @@ class Store:
             if isinstance(found, Entry):
                 yield found
 
-    def verify(self) -> list[Problem]:
-        """Check every entry and its object; nothing is moved. A store without a root has none; :meth:`problem` says why."""
-        return [found for found in self._examined(with_objects=True) if isinstance(found, Problem)]
+    def verify(self) -> list[Damage]:
+        """Check every entry and its object; nothing is moved. A store without a root has none; :meth:`describe` says why."""
+        return [found for found in self._examined(with_objects=True) if isinstance(found, Damage)]
 
     @property
     def _location(self) -> Location:
-        with self._mutex:
-            if self._found is None:
-                self._found = locate(self._settings)
-                _LOGGER.log(logging.WARNING if self._found.reason else logging.INFO, "store: %s", self._found.text)
-            return self._found
+        location = self._found.get("location")
+        if location is None:
+            # No lock, which a fork could inherit from a thread that did not come along: of two threads the first one's stands.
+            found = locate(self._settings)
+            location = self._found.setdefault("location", found)
+            if location is found:
+                _LOGGER.log(logging.WARNING if found.reason else logging.INFO, "store: %s", found.text)
+        return location
 
     @property
     def _tree(self) -> Tree | None:
@@ -183,8 +188,8 @@ class Store:
         # The usual hit is one open(): the folder is listed only after the preferred entry is missing.
         if preferred is not None and loadable(preferred):
             yield preferred
-        with self._mutex:
-            found = {version for known, version in self._memory if known == key}
+        # list() takes the names in one step; another thread may add one meanwhile.
+        found = {version for known, version in list(self._memory) if known == key}
         tree = self._tree
         if tree is not None:
             try:
@@ -218,14 +223,14 @@ class Store:
             outcome = f"set aside as {aside}" if aside else "another process has replaced it already"
         self._warn_once(str(damaged.path), "store file %s; %s; its kernel is built again", damaged, outcome)
 
-    def _examined(self, *, with_objects: bool) -> Iterator[Entry | Problem]:
+    def _examined(self, *, with_objects: bool) -> Iterator[Entry | Damage]:
         tree = self._tree
         if tree is None:
             return
         try:
             names = list(tree.names())
         except OSError as error:
-            yield Problem(tree.kernels, error_text(error))
+            yield Damage(tree.kernels, error_text(error))
             return
         for path, key, version in names:
             try:
@@ -233,9 +238,9 @@ class Store:
                 if with_objects:
                     tree.load_object(entry)
             except DamagedError as damaged:
-                yield Problem(damaged.path, damaged.reason)
+                yield Damage(damaged.path, damaged.reason)
             except OSError as error:
-                yield Problem(path, error_text(error))
+                yield Damage(path, error_text(error))
             else:
                 yield entry
 

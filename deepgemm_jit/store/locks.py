@@ -35,12 +35,13 @@ class Locks:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._warned = False
-        self._threads: dict[str, threading.Lock] = {}
+        # By process as well: a fork may inherit a lock whose holder did not come along.
+        self._threads: dict[tuple[int, str], threading.Lock] = {}
 
     @contextmanager
     def hold_in_process(self, name: str) -> Iterator[bool]:
         """Exclude the other threads of this process only; yields False after the time limit."""
-        lock = self._threads.setdefault(name, threading.Lock())
+        lock = self._threads.setdefault((os.getpid(), name), threading.Lock())
         held = lock.acquire(timeout=min(self._settings.lock_timeout_s, threading.TIMEOUT_MAX))
         try:
             yield held

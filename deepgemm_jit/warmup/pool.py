@@ -211,7 +211,8 @@ class _Lines:
 def _environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a worker: ours, with the effective settings and our own import path."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    # Compiles of a warm-up are wanted: a policy that reports who caused them has nothing to say.
+    # Compiles of a warm-up are wanted: a policy that reports who caused them, or forbids those that nobody planned, has
+    # nothing to say.
     settings = replace(settings, compile="auto")
     for name in setting_names():
         value = getattr(settings, name)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepgemm_jit.builder import Builder
-from deepgemm_jit.errors import OperandError, SettingError, StoreError, UnsupportedError
+from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
 from deepgemm_jit.settings import Settings, read_settings
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
@@ -74,6 +74,8 @@ def warm_up(
 ) -> WarmupReport:
     """Build the whole kernel set of ``arch`` into the store, or the kernels that a model's experts need. No GPU is needed.
 
+    It compiles what is missing whatever the compile policy says: the policy is about kernels that nobody asked to have built.
+
     Args:
         arch: compiler target, for example ``sm_90a``.
         model: a config.json or the folder that holds one; see :func:`~deepgemm_jit.warmup.plan.plan_for` for ``tp``, ``ep``,
@@ -91,7 +93,6 @@ def warm_up(
 
     Raises:
         OperandError, UnsupportedError: as of :func:`~deepgemm_jit.warmup.plan.plan_for`.
-        SettingError: the compile policy is "never" and kernels are missing.
         StoreError: kernels are missing and the store cannot be written.
         ToolchainError: a package that the sources of the kernels come from is missing.
     """
@@ -144,23 +145,15 @@ def build_plan(
         else:
             note(KernelOutcome(spec.name, "cached"))
     if missing:
-        _check_may_build(builder, len(missing))
+        _check_store(builder)
         build_in_workers(missing, settings, jobs, timeout_s, note)
     return WarmupReport(plan.arch, tuple(outcomes), time.monotonic() - started, str(builder.store.root))
 
 
-def _check_may_build(builder: Builder, missing: int) -> None:
+def _check_store(builder: Builder) -> None:
     """Refuse before any worker starts when what it builds could not stay."""
-    settings = builder.settings
-    if settings.compile == "never":
-        raise SettingError(
-            name="compile",
-            value=settings.compile,
-            origin=settings.origin("compile"),
-            needed=f"auto or warn, as {missing} kernels are missing and a warm-up compiles them",
-        )
-    problem = builder.store.problem()
-    if problem is not None:
-        path = builder.store.root or settings.cache_dir or ""
+    failure = builder.store.write_failure()
+    if failure is not None:
+        path = builder.store.root or builder.settings.cache_dir or ""
         fix = "Name a directory that can be written with --cache-dir or DEEPGEMM_JIT_CACHE_DIR"
-        raise StoreError(path=str(path), reason=problem, fix=fix)
+        raise StoreError(path=str(path), reason=failure, fix=fix)

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.driver import DriverDouble
 
+from deepgemm_jit.cli.doctor import machine_checks
+from deepgemm_jit.compiler import nvrtc_info
+from deepgemm_jit.runtime import driver_report
 from deepgemm_jit.spec import kernel_set
 
 pytestmark = pytest.mark.nvrtc
@@ -98,3 +102,26 @@ def test_without_the_packages_of_cuda_nvrtc_is_a_fault_with_its_cause_and_the_dr
 def test_no_environment_but_a_path_is_needed(doctor: Doctor) -> None:
     checks = doctor(environment={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": "/nonexistent"})
     assert faults(checks) == []
+
+
+def test_a_gpu_that_kernels_serve_names_their_arch() -> None:
+    driver, first, second = machine_checks(driver_report(DriverDouble(gpus=2)))
+    assert (driver.name, driver.ok, driver.detail) == ("driver", True, "driver for CUDA 13.0")
+    assert [(gpu.name, gpu.ok) for gpu in (first, second)] == [("GPU 0", True), ("GPU 1", True)]
+    assert all("NVIDIA H200" in gpu.detail and "sm_90a" in gpu.detail for gpu in (first, second))
+
+
+def test_a_gpu_that_no_kernel_serves_is_a_fault_and_names_what_would_be_served() -> None:
+    _, gpu = machine_checks(driver_report(DriverDouble(capability=(8, 9))))
+    assert not gpu.ok
+    assert "compute capability 8.9; supported: sm_90a (compute capability 9.0)" in gpu.detail
+    assert "CUDA_VISIBLE_DEVICES" in gpu.fix
+
+
+def test_a_driver_older_than_nvrtc_is_a_fault_with_the_extra_that_fits_it() -> None:
+    double = DriverDouble()
+    double.version = (int(nvrtc_info().version.partition(".")[0]) - 1, 9)
+    driver, gpu = machine_checks(driver_report(double))
+    assert (driver.ok, gpu.ok) == (False, True)
+    assert nvrtc_info().version in driver.detail
+    assert "deepgemm-jit[cu12]" in driver.fix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from deepgemm_jit.builder import build
 from deepgemm_jit.cli import main, progress
+from deepgemm_jit.errors import KernelNotBuiltError
+from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import kernel_set
 
 pytestmark = pytest.mark.nvrtc
@@ -103,6 +107,19 @@ def test_the_command_that_verify_names_builds_what_is_missing(answer: Answer, st
     assert command[0] == "deepgemm-jit"
     assert answer(*command[1:])["compiled"] == 1
     assert answer("verify", "--arch", "sm_90a")["ok"]
+
+
+def test_the_command_of_a_kernel_that_is_not_built_works_where_the_error_occurred(
+    answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_COMPILE", "never")
+    settings = read_settings(cache_dir=tmp_path / "a store")
+    with pytest.raises(KernelNotBuiltError) as refused:
+        build(WHOLE_SET[0], settings)
+    program, *arguments = shlex.split(refused.value.command)
+    assert program == "deepgemm-jit"
+    assert answer(*arguments, "--jobs", 2)["compiled"] == len(WHOLE_SET)
+    assert build(WHOLE_SET[0], settings).entry == KERNEL
 
 
 def test_list_gives_the_facts_of_every_entry(answer: Answer, run: Run, store: Path) -> None:

@@ -61,12 +61,14 @@ class DriverDouble(Driver):
     Attributes:
         calls: how often each method was called.
         launches: the launches that reached the driver and were accepted.
+        version: newest CUDA version that the driver serves.
         refuses_load_in_capture: as drivers older than those seen do while any stream is capturing.
     """
 
     def __init__(self, gpus: int = 1, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
         super().__init__()
         self.gpus, self.sms, self.capability = gpus, sms, capability
+        self.version = (13, 0)
         self.calls: Counter[str] = Counter()
         self.launches: list[Launch] = []
         self.refuses_load_in_capture = False
@@ -133,7 +135,7 @@ class DriverDouble(Driver):
 
     def driver_version(self) -> tuple[int, int]:
         self._count("driver_version")
-        return 13, 0
+        return self.version
 
     def device_count(self) -> int:
         self._count("device_count")

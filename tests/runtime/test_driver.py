@@ -15,6 +15,7 @@ from doubles.fork import holds_in_fork
 
 from deepgemm_jit.errors import DriverError, ToolchainError
 from deepgemm_jit.runtime import Driver, driver_report
+from deepgemm_jit.runtime.report import Gpu
 
 pytestmark = pytest.mark.none
 
@@ -156,8 +157,8 @@ def test_a_fork_after_cuda_was_started_is_told_from_other_failures(bindings: Sim
 
 def test_the_report_says_what_there_is() -> None:
     report = driver_report(DriverDouble(gpus=2))
-    assert (report.version, report.error) == ("13.0", None)
-    assert report.gpus[1] == "GPU 1: NVIDIA H200, compute capability 9.0, uuid 00000000-0000-0000-0000-000000000001"
+    assert (report.version, report.error, len(report.gpus)) == ((13, 0), None, 2)
+    assert report.gpus[1] == Gpu(1, "NVIDIA H200", (9, 0), "00000000-0000-0000-0000-000000000001")
 
 
 def test_the_report_asks_for_no_context() -> None:

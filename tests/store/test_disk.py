@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import shutil
@@ -61,7 +62,7 @@ def test_what_was_put_is_had_by_another_store_with_all_its_facts(filled: Store, 
     assert get(other, sample) == sample.cubin_for()
     assert list(other.entries()) == [Entry.for_cubin(sample.KEY, sample.cubin_for(), sample.SPEC.text)]
     assert other.verify() == []
-    assert other.problem() is None
+    assert other.write_failure() is None
 
 
 def test_the_object_is_the_raw_cubin_under_its_digest(filled: Store, cache_dir: Path, sample: ModuleType) -> None:
@@ -166,8 +167,8 @@ def test_a_damaged_file_is_a_miss_is_set_aside_and_is_rebuilt_once(
 ) -> None:
     path = find(cache_dir)
     damage(path)
-    problems = Store.open(read_settings()).verify()
-    assert [problem.path for problem in problems] == [path]
+    damage = Store.open(read_settings()).verify()
+    assert [found.path for found in damage] == [path]
 
     assert get(filled, sample) is None
     assert get(filled, sample) is None
@@ -230,8 +231,8 @@ def test_every_read_is_checked_not_only_the_first(filled: Store, cache_dir: Path
 def test_a_missing_object_is_a_miss_that_a_put_repairs(filled: Store, cache_dir: Path, sample: ModuleType) -> None:
     shutil.rmtree(object_file(cache_dir).parent)
     assert get(filled, sample) is None
-    (problem,) = filled.verify()
-    assert problem.path == index_file(cache_dir)
+    (damage,) = filled.verify()
+    assert damage.path == index_file(cache_dir)
     assert filled.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
     assert get(filled, sample) == sample.cubin_for()
 
@@ -331,7 +332,7 @@ def test_a_write_that_fails_keeps_the_cubin_in_memory_and_is_told_once(
 ) -> None:
     # A real failure that root meets too: no file of this process may grow beyond 100 bytes.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert store.problem() is None
+    assert store.write_failure() is None
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         stored = [store.put(sample.KEY, sample.cubin_for(version), spec_text=sample.SPEC.text) for version in ("13.5", "13.0")]
@@ -344,11 +345,11 @@ def test_a_write_that_fails_keeps_the_cubin_in_memory_and_is_told_once(
     (told,) = warnings()
     assert str(cache_dir) in told
     assert f"errno {errno.EFBIG}" in told
-    assert str(cache_dir) in str(store.problem())
+    assert str(cache_dir) in str(store.write_failure())
     assert "cannot be written" in store.describe()
 
     assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
-    assert store.problem() is None
+    assert store.write_failure() is None
     assert get(Store.open(read_settings()), sample) == sample.cubin_for()
 
 
@@ -378,10 +379,51 @@ def test_a_temporary_file_that_cannot_be_removed_is_no_error(
         raise OSError(errno.EBUSY, "busy", str(self))
 
     monkeypatch.setattr(Path, "unlink", busy)
-    assert store.problem() is None
+    assert store.write_failure() is None
     assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
     assert get(store, sample) == sample.cubin_for()
     assert warnings() == []
+
+
+def test_what_put_answers_goes_by_its_own_write_and_not_by_another_threads(
+    store: Store, sample: ModuleType, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, others = Tree.publish, []
+
+    def failing_once(self: Tree, entry: Entry, image: bytes) -> None:
+        monkeypatch.setattr(Tree, "publish", publish)
+        raise OSError(errno.ENOSPC, "full")
+
+    class OtherThread(logging.Handler):
+        """Writes to the store, with success, just after the first write has failed."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "cannot be written" in record.getMessage():
+                others.append(store.put("0" * 64, sample.cubin_for(), spec_text=sample.SPEC.text))
+
+    monkeypatch.setattr(Tree, "publish", failing_once)
+    handler = OtherThread()
+    logging.getLogger("deepgemm_jit.store").addHandler(handler)
+    try:
+        stored = store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    finally:
+        logging.getLogger("deepgemm_jit.store").removeHandler(handler)
+    assert (stored, others) == (False, [True])
+    assert get(store, sample) == sample.cubin_for()
+    assert store.write_failure() is None
+
+
+def test_a_cubin_is_in_memory_until_it_can_be_written(store: Store, sample: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Tree, entry: Entry, image: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tree, "publish", full)
+        assert not store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    assert store.is_in_memory(sample.KEY, "13.5")
+    assert not store.is_in_memory(sample.KEY, "13.0")
+    assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    assert not store.is_in_memory(sample.KEY, "13.5")
 
 
 @pytest.mark.parametrize(
@@ -432,7 +474,7 @@ def test_entries_are_sorted_and_skip_the_damaged(filled: Store, cache_dir: Path,
     assert len(keys) == 3
     (cache_dir / f"v1/kernels/{keys[1]}.13.5.json").write_bytes(b"{}")
     assert [entry.key for entry in filled.entries()] == [keys[0], keys[2]]
-    assert [problem.path.name for problem in filled.verify()] == [f"{keys[1]}.13.5.json"]
+    assert [found.path.name for found in filled.verify()] == [f"{keys[1]}.13.5.json"]
 
 
 def test_an_object_of_another_size_is_told_with_both_sizes(

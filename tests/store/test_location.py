@@ -114,7 +114,7 @@ def test_memory_serves_when_no_folder_can_be_used(
     assert not store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
     assert store.get(sample.KEY, spec_text=sample.SPEC.text) == sample.cubin_for()
     assert "memory only" in store.describe()
-    assert store.problem() == store.describe()
+    assert store.write_failure() == store.describe()
     assert list(store.entries()) == []
     assert store.verify() == []
     (told,) = warnings()
@@ -135,7 +135,7 @@ def test_a_setting_that_cannot_be_used_gives_way_to_memory_not_to_another_folder
         root = root / "sub"
     store = opened(cache_dir=root)
     assert store.root is None
-    assert str(root) in str(store.problem())
+    assert str(root) in str(store.write_failure())
     assert len(warnings()) == 1
     assert not (tmp_path / "home/.cache").exists()
 
@@ -184,7 +184,7 @@ def test_a_user_without_passwd_line_and_home_gets_a_temporary_folder(
         with store.lock(sample.KEY) as held:
             stored = store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
         hit = opened().get(sample.KEY, spec_text=sample.SPEC.text) == sample.cubin_for()
-        return {"root": str(store.root), "held": held, "stored": stored, "hit": hit, "problem": store.problem()}
+        return {"root": str(store.root), "held": held, "stored": stored, "hit": hit, "failure": store.write_failure()}
 
     root = open_dir / "tmp" / f"deepgemm_jit-cache-{OTHER_UID}"
-    assert as_other_user(use) == {"root": str(root), "held": True, "stored": True, "hit": True, "problem": None}
+    assert as_other_user(use) == {"root": str(root), "held": True, "stored": True, "hit": True, "failure": None}

@@ -76,7 +76,7 @@ def test_an_unsafe_root_is_neither_read_nor_written_and_memory_serves(
     assert store.root is None
     assert {path: path.lstat().st_mtime_ns for path in cache_dir.rglob("*")} == before
     (told,) = warnings()
-    for text in (told, store.describe(), str(store.problem())):
+    for text in (told, store.describe(), str(store.write_failure())):
         assert reason in text
         assert str(cache_dir) in text
         assert "DEEPGEMM_JIT_TRUST_ROOT" in text
@@ -90,7 +90,7 @@ def test_a_root_that_trust_root_names_is_used(
     store = Store.open(read_settings(trust_root=cache_dir))
     assert get(store, sample) == sample.cubin_for()
     assert put(store, sample)
-    assert store.problem() is None
+    assert store.write_failure() is None
     assert "TRUST_ROOT" in store.describe()
     assert warnings() == []
 
@@ -144,7 +144,7 @@ def test_an_unsafe_file_is_not_believed_and_its_target_not_written(
     spoil(path)
     outside = cache_dir.parent / "outside"
     before = outside.read_bytes() if outside.exists() else None
-    assert [problem.path for problem in filled.verify()] == [path]
+    assert [found.path for found in filled.verify()] == [path]
     assert get(filled, sample) is None
     (told,) = warnings()
     assert str(path) in told
@@ -223,15 +223,15 @@ def test_a_read_only_store_of_root_serves_another_user(
             "held": held,
             "stored": stored,
             "kept": store.get(sample.KEY, spec_text=sample.SPEC.text, nvrtc_version="13.0") == sample.cubin_for("13.0"),
-            "problem": store.problem(),
+            "failure": store.write_failure(),
             "root": str(store.root),
         }
 
     seen = as_other_user(use)
-    problem = seen.pop("problem")
+    failure = seen.pop("failure")
     assert seen == {"uid": OTHER_UID, "hit": True, "held": True, "stored": False, "kept": True, "root": str(root)}
-    assert str(root) in problem
-    assert "errno 13" in problem
+    assert str(root) in failure
+    assert "errno 13" in failure
 
 
 def test_a_damaged_file_of_a_read_only_store_is_told_once(
@@ -262,5 +262,5 @@ def test_a_store_of_another_user_is_refused(
     assert as_other_user(lambda: put(Store.open(read_settings(cache_dir=root)), sample)) is True
     store = Store.open(read_settings(cache_dir=root))
     assert get(store, sample) is None
-    assert f"owned by uid {OTHER_UID}" in str(store.problem())
+    assert f"owned by uid {OTHER_UID}" in str(store.write_failure())
     assert get(Store.open(read_settings(cache_dir=root, trust_root=root)), sample) == sample.cubin_for()

@@ -180,16 +180,17 @@ def test_workers_that_cannot_be_started_fail_their_kernels(monkeypatch: pytest.M
     assert all("/nonexistent/python" in outcome.error for outcome in found.values())
 
 
+@pytest.mark.parametrize("policy", ["warn", "never"])
 def test_workers_run_under_the_effective_settings_and_no_others(
-    misbehaving: Misbehaving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    misbehaving: Misbehaving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
 ) -> None:
     misbehaving("answer = dict(error=json.dumps({k: v for k, v in os.environ.items() if 'DEEPGEMM' in k}), peak_bytes=0)")
     monkeypatch.setenv("DEEPGEMM_JIT_JOBS", "5")
-    settings = read_settings({}, cache_dir=tmp_path / "mine", compile="warn")
+    settings = read_settings({}, cache_dir=tmp_path / "mine", compile=policy)
     error = outcomes(settings=settings)[BAD.name].error
     assert str(tmp_path / "mine") in error
     assert "DEEPGEMM_JIT_JOBS" not in error
-    # Compiles of a warm-up are wanted, so nobody is to be warned of them.
+    # Compiles of a warm-up are wanted, so nobody is to be warned of them or kept from them.
     assert '"DEEPGEMM_JIT_COMPILE": "auto"' in error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import dataclass, field
 from threading import Lock
@@ -42,7 +41,7 @@ class KernelService:
         self.contexts = Contexts(driver or Driver())
         self.maps = TensorMaps(self.contexts.driver)
         self._settings = settings
-        self._builder = builder
+        self._builders = {} if builder is None else {"builder": builder}
         self._homes: dict[ContextIdentity, _Home] = {}
         self._cubins: dict[KernelSpec, Cubin] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
@@ -52,9 +51,9 @@ class KernelService:
     @property
     def builder(self) -> Builder:
         """The builder, made on first use."""
-        if self._builder is None:
-            self._builder = Builder(self._settings)
-        return self._builder
+        builder = self._builders.get("builder")
+        # setdefault: of two threads that come first at once, both get the one builder, and seal() is not lost with the other.
+        return self._builders.setdefault("builder", Builder(self._settings)) if builder is None else builder
 
     def kernel(self, spec: KernelSpec) -> LoadedKernel:
         """Return the kernel of ``spec`` in the current context: kept from before, or built and loaded now.
@@ -120,12 +119,12 @@ class KernelService:
             return cubin
         failure = self._failures.get(spec)
         if failure is not None:
-            raise copy.copy(failure)
+            raise failure.afresh()
         cuda_major, _minor = self.contexts.driver.driver_version()
         try:
             cubin = self._cubins[spec] = self.builder.build(spec, max_cuda_major=cuda_major).cubin
         except CompileError as error:
-            self._failures[spec] = copy.copy(error)
+            self._failures[spec] = error.afresh()
             raise
         return cubin
 

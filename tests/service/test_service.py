@@ -13,6 +13,7 @@ import pytest
 from doubles.driver import DriverDouble
 from doubles.fork import holds_in_fork
 
+from deepgemm_jit.builder import Builder
 from deepgemm_jit.cubin import Cubin, CubinFacts
 from deepgemm_jit.errors import (
     CaptureError,
@@ -240,6 +241,16 @@ def test_a_compile_error_is_told_again_without_another_compile(builder: Counting
     assert len({id(error) for error in raised}) == 3  # a fresh one each time: a traceback belongs to one raise
 
 
+def test_a_compile_error_that_is_told_again_has_its_cause(builder: CountingBuilder, service: KernelService) -> None:
+    cause = ValueError("no cubin")
+    builder.failure = CompileError(kernel=GEMM.name, options=[], log="error: no", source="x")
+    builder.failure.__cause__ = cause
+    for _ in range(3):
+        with pytest.raises(CompileError) as refused:
+            run(service, 0)
+        assert refused.value.__cause__ is cause
+
+
 def test_threads_that_wait_for_a_failing_compile_get_its_error(builder: CountingBuilder, service: KernelService) -> None:
     builder.failure = CompileError(kernel=GEMM.name, options=[], log="error: no", source="x")
     raised = in_threads(8, lambda number: run(service, 0))
@@ -271,6 +282,29 @@ def test_sealing_sets_the_policy_of_a_real_builder(driver: DriverDouble) -> None
     assert service.builder.settings.compile == "never"
     with pytest.raises(KernelNotBuiltError, match=GEMM.name):
         run(service, 0)
+
+
+def test_a_seal_is_not_lost_to_a_builder_that_another_thread_is_making(
+    driver: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making, sealed = threading.Event(), threading.Event()
+    main = threading.current_thread()
+
+    def slowly_elsewhere(settings: Any) -> Builder:
+        if threading.current_thread() is not main:
+            making.set()
+            assert sealed.wait(60)
+        return Builder(settings)
+
+    monkeypatch.setattr("deepgemm_jit.service.service.Builder", slowly_elsewhere)
+    service = KernelService(driver=driver)
+    thread = threading.Thread(target=lambda: service.builder)
+    thread.start()
+    assert making.wait(60)
+    service.seal()
+    sealed.set()
+    thread.join()
+    assert service.builder.settings.compile == "never"
 
 
 def test_a_gpu_without_kernels_is_refused_with_those_that_have(builder: CountingBuilder) -> None:

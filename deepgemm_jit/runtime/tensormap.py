@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from threading import Lock
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -33,33 +33,24 @@ class BoxedTensor(NamedTuple):
 
 
 class TensorMaps:
-    """A bounded memo of encoded maps.
+    """A bounded memo of encoded maps, which keeps those used last: weights stay, the passing addresses of activations go.
 
     A map is a pure function of what it encodes (the driver only writes 128 bytes, it looks at no memory), so an entry cannot
     outlive its meaning: freed and reused memory with another shape is another key.
+
+    Attributes:
+        map_for: return the 128 bytes of the map of a tensor; raises DriverError where the driver refuses to encode it. Safe to
+            call from several threads.
     """
+
+    map_for: Callable[[BoxedTensor], bytes]
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._maps: OrderedDict[BoxedTensor, bytes] = OrderedDict()
-        self._lock = Lock()
+        # The memo itself and no method around it: each launch asks for each of its operands.
+        self.map_for = lru_cache(maxsize=_CAPACITY)(self._encoded)
 
-    def map_for(self, tensor: BoxedTensor) -> bytes:
-        """Return the 128 bytes of the map of ``tensor``.
-
-        Raises:
-            DriverError: the driver refuses to encode it.
-        """
-        found = self._maps.get(tensor)
-        if found is not None:
-            return found
-        encoded = bytes(
-            self._driver.encode_tiled_map(
-                tensor.address, tensor.dtype, tensor.dims, tensor.strides_bytes, tensor.box, tensor.swizzled
-            )
+    def _encoded(self, tensor: BoxedTensor) -> bytes:
+        return self._driver.encode_tiled_map(
+            tensor.address, tensor.dtype, tensor.dims, tensor.strides_bytes, tensor.box, tensor.swizzled
         )
-        with self._lock:
-            self._maps[tensor] = encoded
-            while len(self._maps) > _CAPACITY:
-                self._maps.popitem(last=False)
-        return encoded

@@ -44,18 +44,32 @@ class Reply:
     ok: bool = True
 
 
+def _directory(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    # The rule of DEEPGEMM_JIT_CACHE_DIR: an empty value, as of a variable that is not set, must not mean the working directory.
+    if not value.strip():
+        raise click.BadParameter("is empty; a directory path is needed.")
+    # Made absolute but not resolved: the store refuses symbolic links, so it must see them.
+    return Path(value).absolute()
+
+
 def command(function: Callable[..., Reply]) -> Callable[..., None]:
     """Make a function that takes a session and answers a reply the body of a click command.
 
     Exits with 1 when the reply is not ok, or on an error of this package, which is printed without a traceback.
     """
 
-    @click.option("--cache-dir", metavar="DIR", help="Root of the store; default: DEEPGEMM_JIT_CACHE_DIR or the user's cache.")
+    @click.option(
+        "--cache-dir",
+        callback=_directory,
+        metavar="DIR",
+        help="Root of the store; default: DEEPGEMM_JIT_CACHE_DIR or the user's cache.",
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
     @functools.wraps(function)
-    def run(*, cache_dir: str | None, as_json: bool, **options: Any) -> None:
-        # Made absolute but not resolved: the store refuses symbolic links, so it must see them.
-        session = Session(as_json, None if cache_dir is None else Path(cache_dir).absolute())
+    def run(*, cache_dir: Path | None, as_json: bool, **options: Any) -> None:
+        session = Session(as_json, cache_dir)
         try:
             reply = function(session, **options)
         except DeepGemmJitError as error:

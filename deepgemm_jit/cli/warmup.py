@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -12,6 +13,18 @@ from deepgemm_jit.cli.progress import progress
 from deepgemm_jit.warmup import DEFAULT_TIMEOUT_S, WarmupReport, build_plan
 
 
+class _Seconds(click.FloatRange):
+    """A time above 0 that ends: a range alone lets nan through, which is neither above nor below anything."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no time that ends.", param, ctx)
+        return seconds
+
+
 @click.command()
 @arch_option(required=True)
 @model_options(required=False)
@@ -19,7 +32,7 @@ from deepgemm_jit.warmup import DEFAULT_TIMEOUT_S, WarmupReport, build_plan
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Seconds(min=0, min_open=True),
     default=DEFAULT_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

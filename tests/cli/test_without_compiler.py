@@ -101,7 +101,17 @@ def test_the_commands_are_those_that_do_something() -> None:
         (["warmup", "--arch", "sm_100a"], "sm_90a"),
         (["warmup", "--arch", "sm_90a", "--jobs", "0"], "--jobs"),
         (["warmup", "--arch", "sm_90a", "--jobs", "two"], "--jobs"),
-        (["warmup", "--arch", "sm_90a", "--timeout", "0"], "--timeout"),
+        *(
+            (["warmup", "--arch", "sm_90a", "--timeout", seconds], "--timeout")
+            for seconds in ("0", "-1", "nan", "inf", "1e999", "x")
+        ),
+        *(([command, "--cache-dir="], "--cache-dir") for command in ("list", "verify", "doctor")),
+        (["warmup", "--arch", "sm_90a", "--cache-dir", " "], "--cache-dir"),
+        *(
+            (["plan", "--arch", "sm_90a", "--model", str(DEEPSEEK), size, number], size)
+            for size in ("--tp", "--ep", "--sms", "--max-tokens")
+            for number in ("-1", "nan", "1.5", "")
+        ),
         (["warmup", "--arch", "sm_90a", "--model", "/nonexistent"], "/nonexistent"),
         (["warmup", "--arch", "sm_90a", "--tp", "2", "--max-tokens", "5"], "--tp, --max-tokens"),
         (["warmup", "--arch", "sm_90a", "--shard", "1/2"], "--shard"),
@@ -163,6 +173,19 @@ def test_a_warm_up_into_a_store_that_cannot_be_written_exits_with_1_and_the_reas
     assert result.exit_code == 1
     assert "/proc/no-store-here" in result.stderr
     assert "--cache-dir" in result.stderr
+
+
+def test_a_relative_cache_dir_is_one_of_the_working_directory(
+    answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert answer("list", "--cache-dir", "here/store")["store"] == str(tmp_path / "here" / "store")
+
+
+def test_an_empty_cache_dir_leaves_the_working_directory_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("warmup", "--arch", "sm_90a", "--cache-dir=").exit_code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_warm_up_of_a_model_without_kernels_exits_with_1_and_the_reason(run: Run) -> None:

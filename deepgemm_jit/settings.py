@@ -55,20 +55,26 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-def _setting(default: Any, parse: Callable[[str], Any], help_: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help_})
+def _setting(default: Any, parse: Callable[[str], Any]) -> Any:
+    return field(default=default, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The effective settings; ``origins`` says for each name that is not a default where it came from."""
 
-    cache_dir: Path | None = _setting(None, _parse_path, "root of the store; default: the platform's user cache dir")
-    lock_dir: Path | None = _setting(None, _parse_path, "node-local folder of lock files; default: a per-user temp folder")
-    compile: CompilePolicy = _setting("auto", _parse_policy, "auto: compile what is missing; warn: and log it; never: refuse")
-    jobs: int | None = _setting(None, _parse_count, "compile processes of a warm-up; default: the CPUs of this process")
-    lock_timeout_s: float = _setting(120.0, _parse_seconds, "longest wait for another process's compile of the same kernel")
-    trust_root: Path | None = _setting(None, _parse_path, "a store root to trust although another user owns it")
+    cache_dir: Path | None = _setting(None, _parse_path)
+    """Root of the store; default: the platform's user cache dir."""
+    lock_dir: Path | None = _setting(None, _parse_path)
+    """Node-local folder of lock files; default: a per-user temp folder."""
+    compile: CompilePolicy = _setting("auto", _parse_policy)
+    """``auto``: compile what is missing; ``warn``: and log it; ``never``: refuse."""
+    jobs: int | None = _setting(None, _parse_count)
+    """Compile processes of a warm-up; default: the CPUs of this process."""
+    lock_timeout_s: float = _setting(120.0, _parse_seconds)
+    """Longest wait for another process's compile of the same kernel."""
+    trust_root: Path | None = _setting(None, _parse_path)
+    """A store root to trust although another user owns it."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
@@ -79,11 +85,6 @@ class Settings:
 def setting_names() -> tuple[str, ...]:
     """Return the names of all settings, in the order of the documentation."""
     return tuple(f.name for f in fields(Settings) if f.name != "origins")
-
-
-def help_for(name: str) -> str:
-    """Return the one-line explanation of a setting."""
-    return str(next(f for f in fields(Settings) if f.name == name).metadata["help"])
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepgemm_jit.errors import SettingError
-from deepgemm_jit.settings import PREFIX, Settings, help_for, read_settings, setting_names
+from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names
 
 pytestmark = pytest.mark.none
 
@@ -85,9 +85,3 @@ def test_settings_cannot_be_changed_behind_the_back_of_their_owner() -> None:
     settings = read_settings({})
     with pytest.raises(FrozenInstanceError):
         settings.jobs = 2  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", setting_names())
-def test_every_setting_explains_itself_in_one_line(name: str) -> None:
-    assert help_for(name)
-    assert "\n" not in help_for(name)

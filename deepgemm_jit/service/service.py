@@ -62,6 +62,7 @@ class KernelService:
             DriverError: no context is current, or the driver refused the load.
             UnsupportedError: the current GPU has no kernels, or is not the arch of ``spec``.
             CompileError: NVRTC refused the source, now or earlier in this process.
+            ToolchainError: NVRTC cannot be used, or is newer than the driver.
             KernelNotBuiltError: the compile policy is "never" and there is no cubin.
             CaptureError: the driver does not load while a stream is capturing.
         """

@@ -1,0 +1,1 @@
+"""Other people's libraries, reached from here and imported only when asked for."""

@@ -1,5 +1,16 @@
 """Operations on torch tensors, under the names DeepGEMM gave them. Needs torch; a call compiles lazily what is missing."""
 
+from importlib.util import find_spec
+
+from deepgemm_jit.errors import ToolchainError
+
+if find_spec("torch") is None:
+    raise ToolchainError(
+        missing="package torch",
+        looked_for="torch",
+        fix="Install it with: pip install 'deepgemm-jit[torch]'; all else works without",
+    )
+
 from deepgemm_jit.ops.experts import bf16_experts, fp8_experts
 from deepgemm_jit.ops.gemm import (
     bf16_gemm_nn,

@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from deepgemm_jit.errors import ContextMismatchError, OperandError
+from deepgemm_jit.spec import MAX_GROUPS
 
 SCALE_BLOCK = 128
+SIZE_LIMIT = 2**31
+"""Coordinates of the copy engine are signed 32-bit numbers."""
+_GRID_LIMIT = 65535
+_CAST_COLUMNS_PER_BLOCK = 128
 _COPY_ALIGNMENT_BYTES = 16
 _DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -64,7 +69,8 @@ def check_gemm(
     a_rank, b_rank = 3 if masked else 2, 2 if groups is None else 3
     expected = [("a", a, dtype, a_rank), ("b", b, dtype, b_rank), ("out", out, torch.bfloat16, a_rank)]
     if scales is not None:
-        expected += [("a_scale", scales[0], torch.float32, a_rank), ("b_scale", scales[1], torch.float32, b_rank)]
+        expected.insert(1, ("a_scale", scales[0], torch.float32, a_rank))
+        expected.insert(3, ("b_scale", scales[1], torch.float32, b_rank))
     if groups is not None:
         expected.append((groups.name, groups.tensor, torch.int32, 1))
     looked_at = [faults.look_at(*what) for what in expected]  # all of them: every fault is wanted
@@ -77,6 +83,8 @@ def check_gemm(
     a_lead, a_words = ((group_count,), "G, M") if masked else ((), "M")
     b_lead, b_words = ((), "") if groups is None else ((group_count,), "G, ")
     sizes_fit = faults.look_at_size("N", n, 8) & faults.look_at_size("K", k, k_step)
+    if m >= SIZE_LIMIT:
+        faults.add(f"M = {m} must be below 2^31")
     faults.look_at_shape("a", a, (*a_lead, m, k), f"({a_words}, K)")
     faults.look_at_shape("b", b, (*b_lead, k, n) if n_major else (*b_lead, n, k), f"({b_words}{'K, N' if n_major else 'N, K'})")
     faults.look_at_shape("out", out, (*a_lead, m, n), f"({a_words}, N)")
@@ -88,16 +96,12 @@ def check_gemm(
         if scales[1].numel() and scales[1].size(-1) > 1 and scales[1].stride(-1) != 1:
             faults.add(f"b_scale must have its last dimension contiguous, not strides {scales[1].stride()}")
     if groups is not None:
-        size, words = (m, "(M,)") if groups.per_row else (group_count, "(G,)")
-        faults.look_at_shape(groups.name, groups.tensor, (size,), words)
-        if groups.tensor.numel() > 1 and groups.tensor.stride(0) != 1:
-            faults.add(f"{groups.name} must be contiguous, not of stride {groups.tensor.stride(0)}")
-        if alignment < 64 or alignment % 64:
-            faults.add(f"alignment = {alignment} must be a multiple of 64, 128 by default")
+        faults.look_at_groups(groups, m if groups.per_row else group_count, group_count, alignment)
     if sizes_fit:
         faults.look_at_rows("a", a, k_step)
         faults.look_at_rows("b", b, 8 if n_major else k_step)
-        faults.look_at_rows("out", out, 8)
+        if faults.look_at_rows("out", out, 8):
+            faults.look_at_output("out", out, groups)
     faults.raise_if_any()
 
 
@@ -112,6 +116,8 @@ def check_cast(operation: str, x: Any, *, fake: bool = False) -> None:
     if not faults.look_at("x", x, dtype, 2):
         faults.raise_if_any()
     faults.look_at_devices({"x": x})
+    if x.shape[1] > _GRID_LIMIT * _CAST_COLUMNS_PER_BLOCK:
+        faults.add(f"K = {x.shape[1]} must be at most {_GRID_LIMIT * _CAST_COLUMNS_PER_BLOCK}")
     if faults.look_at_size("K", x.shape[1], 16):
         faults.look_at_rows("x", x, _COPY_ALIGNMENT_BYTES // x.element_size())
     faults.raise_if_any()
@@ -128,6 +134,8 @@ def check_scales(operation: str, scales: Any, *, fake: bool = False) -> None:
     if not faults.look_at("scales", scales, torch.float32, rank):
         faults.raise_if_any()
     faults.look_at_devices({"scales": scales})
+    if rank == 3 and scales.shape[0] > _GRID_LIMIT:
+        faults.add(f"scales of {scales.shape[0]} groups are too many: at most {_GRID_LIMIT}")
     faults.raise_if_any()
 
 
@@ -164,12 +172,12 @@ class Faults:
 
     def look_at_devices(self, tensors: dict[str, torch.Tensor]) -> None:
         """Note tensors off the GPU; refuse at once those on different GPUs."""
-        if self._fake:
-            return
-        for name, tensor in tensors.items():
-            if tensor.device.type not in ("cuda", "meta"):  # meta tensors reach shape-only implementations alone
-                self.add(f"{name} must be on a CUDA device, not {tensor.device}")
-        self.raise_if_any()
+        elsewhere = {} if self._fake else {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cuda"}
+        for name, tensor in elsewhere.items():
+            self.add(f"{name} must be on a CUDA device, not {tensor.device}")
+        if elsewhere:
+            self.raise_if_any()
+        # Also in a shape-only run: one meta tensor among real ones makes torch take that way, and nothing would be written.
         first_name, first = next(iter(tensors.items()))
         for name, tensor in tensors.items():
             if tensor.device != first.device:
@@ -181,6 +189,9 @@ class Faults:
 
     def look_at_size(self, name: str, size: int, step: int) -> bool:
         """Note a size that is no positive multiple of ``step``, with the nearest ones that are."""
+        if size >= SIZE_LIMIT:
+            self.add(f"{name} = {size} must be below 2^31")
+            return False
         if size >= step and size % step == 0:
             return True
         lower = size // step * step
@@ -192,17 +203,73 @@ class Faults:
         if tuple(tensor.shape) != shape:
             self.add(f"{name} must have shape {meaning} = {shape}, not {tuple(tensor.shape)}")
 
-    def look_at_rows(self, name: str, tensor: torch.Tensor, multiple: int) -> None:
+    def look_at_groups(self, groups: GroupData, size: int, count: int, alignment: int) -> None:
+        """Note group data of another size or stride, too many groups to count, and alignments that no tile divides."""
+        self.look_at_shape(groups.name, groups.tensor, (size,), "(M,)" if groups.per_row else "(G,)")
+        if groups.tensor.numel() > 1 and groups.tensor.stride(0) != 1:
+            self.add(f"{groups.name} must be contiguous, not of stride {groups.tensor.stride(0)}")
+        if not 64 <= alignment < SIZE_LIMIT or alignment % 64:
+            self.add(f"alignment = {alignment} must be a multiple of 64 below 2^31, 128 by default")
+        if count > MAX_GROUPS and not groups.per_row:
+            self.add(f"{count} groups are too many to count: at most {MAX_GROUPS}, or a row index, which has no limit")
+
+    def look_at_rows(self, name: str, tensor: torch.Tensor, multiple: int) -> bool:
         """Note rows that are not contiguous or do not start at multiples of 16 bytes, which are ``multiple`` elements.
+
+        Return whether the strides are fine.
 
         Strides of dimensions of size 1 mean nothing and are not looked at.
         """
         if tensor.numel() == 0:
-            return
+            return True
+        if not self._fake and tensor.data_ptr() % _COPY_ALIGNMENT_BYTES:
+            self.add(f"{name} must start at a multiple of {_COPY_ALIGNMENT_BYTES} bytes; copy the slice to a tensor of its own")
         strides = tensor.stride()
         if tensor.size(-1) > 1 and strides[-1] != 1:
             self.add(f"{name} must have its last dimension contiguous, not strides {strides}")
         elif any(tensor.size(d) > 1 and (strides[d] <= 0 or strides[d] % multiple) for d in range(tensor.dim() - 1)):
             self.add(f"{name} must have strides that are positive multiples of {multiple}, not {strides}")
-        if not self._fake and tensor.data_ptr() % _COPY_ALIGNMENT_BYTES:
-            self.add(f"{name} must start at a multiple of {_COPY_ALIGNMENT_BYTES} bytes; copy the slice to a tensor of its own")
+        else:
+            return True
+        return False
+
+    def look_at_output(self, name: str, out: torch.Tensor, groups: GroupData | None) -> None:
+        """Note an output that writes over itself, or over the group data that every block still reads."""
+        span = 1
+        for dimension in sorted(range(out.dim()), key=out.stride):
+            if out.size(dimension) > 1:
+                if out.stride(dimension) < span:
+                    self.add(f"{name} must not overlap itself: shape {tuple(out.shape)} with strides {out.stride()}")
+                    return
+                span += (out.size(dimension) - 1) * out.stride(dimension)
+        if groups is None or self._fake or out.numel() == 0:
+            return
+        begin, end = out.data_ptr(), out.data_ptr() + span * out.element_size()
+        if begin < groups.tensor.data_ptr() + 4 * groups.tensor.numel() and groups.tensor.data_ptr() < end:
+            self.add(f"{name} must not overlap {groups.name}")
+
+
+def whole_number(operation: str, name: str, value: object) -> int:
+    """Return ``value`` if it is a whole number.
+
+    Raises:
+        OperandError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise OperandError(operation=operation, faults=[f"{name} must be a whole number, not {value!r}"])
+    return value  # type: ignore[return-value]
+
+
+def require_tensors(operation: str, **named: object) -> None:
+    """Refuse what is no tensor before torch's dispatcher does, in words of its own.
+
+    Raises:
+        OperandError: all that are none.
+    """
+    faults = [
+        f"{name} must be a tensor, not {type(value).__name__}"
+        for name, value in named.items()
+        if not isinstance(value, torch.Tensor)
+    ]
+    if faults:
+        raise OperandError(operation=operation, faults=faults)

@@ -43,6 +43,7 @@ from deepgemm_jit.spec import (
 MAX_TOP_K = 16
 _ALIGNMENT = 128
 _SILU = Activation("silu")
+_ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_ROWS = 64
 """Rows per expert up to which groups are aligned to 64, where only tiles of 64 rows fit."""
 
@@ -70,8 +71,9 @@ def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: to
         KernelNotBuiltError: the compile policy is "never" and a kernel is not built.
     """
     up, down = experts.gate_up, experts.down
+    checks.require_tensors("fp8_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
     projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
-        hidden, topk_index, up.weight, up.scale, up.activation_scale, up.scale_kind == "row", False
+        hidden, topk_index, topk_weights, up.weight, up.scale, up.activation_scale, up.scale_kind == "row", False
     )
     gate, projected = _gate(experts.activation, experts.gated, projected)
     return _down(
@@ -108,7 +110,12 @@ def bf16_experts(
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_experts`.
     """
-    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(hidden, topk_index, gate_up, None, None, False, transposed)
+    checks.require_tensors(
+        "bf16_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights, gate_up=gate_up, down=down
+    )
+    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
+        hidden, topk_index, topk_weights, gate_up, None, None, False, transposed
+    )
     gate, projected = _gate(activation, gated, projected)
     return _down(
         projected, topk_index, topk_weights, rows, ends, down, None, None, False, transposed, gate, interleaved, activation
@@ -150,28 +157,36 @@ def _down(
 
 
 def _check(
-    hidden: torch.Tensor, topk_index: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, n_major: bool, fake: bool
+    hidden: torch.Tensor,
+    topk_index: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    n_major: bool,
+    fake: bool,
 ) -> None:
     faults = checks.Faults("the experts forward", fake)
-    index_dtype = torch.int32 if isinstance(topk_index, torch.Tensor) and topk_index.dtype == torch.int32 else torch.int64
-    weight_dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+    index_dtype = topk_index.dtype if topk_index.dtype in (torch.int32, torch.int64) else torch.int64
+    routing_dtype = topk_weights.dtype if topk_weights.dtype in _ROUTING_DTYPES else torch.float32
     looked_at = [
         faults.look_at("hidden", hidden, torch.bfloat16, 2),
         faults.look_at("topk_index", topk_index, index_dtype, 2),
-        faults.look_at("weights", weight, weight_dtype, 3),
+        faults.look_at("topk_weights", topk_weights, routing_dtype, 2),
+        faults.look_at("weights", weight, torch.bfloat16 if scale is None else torch.float8_e4m3fn, 3),
     ]
     if not all(looked_at):
         faults.raise_if_any()
-    faults.look_at_devices({"hidden": hidden, "topk_index": topk_index, "weights": weight})
-    tokens, hidden_size = hidden.shape
+    faults.look_at_devices({"hidden": hidden, "topk_index": topk_index, "topk_weights": topk_weights, "weights": weight})
+    (tokens, hidden_size), top_k = hidden.shape, topk_index.shape[1]
     experts, k = weight.shape[0], weight.shape[1 if n_major else 2]
     if hidden_size != k:
         faults.add(f"hidden has {hidden_size} columns and the weights take {k}")
     faults.look_at_size("hidden size", hidden_size, 8 if scale is None else 16)
     faults.look_at_rows("hidden", hidden, 8)
-    faults.look_at_shape("topk_index", topk_index, (tokens, topk_index.shape[1]), "(T, k)")
-    if not 1 <= topk_index.shape[1] <= MAX_TOP_K:
-        faults.add(f"topk_index has k = {topk_index.shape[1]}, needed: 1 to {MAX_TOP_K}")
+    faults.look_at_shape("topk_index", topk_index, (tokens, top_k), "(T, k)")
+    faults.look_at_shape("topk_weights", topk_weights, (tokens, top_k), "(T, k)")
+    if not 1 <= top_k <= MAX_TOP_K:
+        faults.add(f"topk_index has k = {top_k}, needed: 1 to {MAX_TOP_K}")
     if not 1 <= experts <= MAX_EXPERTS:
         faults.add(f"there are {experts} experts, needed: 1 to {MAX_EXPERTS}")
     faults.raise_if_any()
@@ -241,6 +256,7 @@ def _rows_call(
 def _experts_up(
     hidden: torch.Tensor,
     topk_index: torch.Tensor,
+    topk_weights: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     activation_scale: torch.Tensor | None,
@@ -249,7 +265,7 @@ def _experts_up(
     *,
     fake: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check(hidden, topk_index, weight, scale, n_major, fake)
+    _check(hidden, topk_index, topk_weights, weight, scale, n_major, fake)
     (tokens, hidden_size), top_k, experts = hidden.shape, topk_index.shape[1], weight.shape[0]
     capacity = _capacity(tokens, top_k, experts)
     projected = torch.empty((capacity, weight.shape[2 if n_major else 1]), dtype=torch.bfloat16, device=hidden.device)
@@ -292,7 +308,6 @@ def _experts_down(
     factor = 1 if gate in (Gate.PASS.value, Gate.SILU.value) else 2
     faults = checks.Faults("the experts forward", fake)
     faults.look_at("projected", projected, torch.bfloat16, 2)
-    faults.look_at_shape("topk_weights", topk_weights, tuple(topk_index.shape), "(T, k)")
     if projected.shape[-1] != factor * intermediate:
         faults.add(
             f"the activation gives {projected.shape[-1]} columns and the down weights take {intermediate}"
@@ -341,7 +356,7 @@ def _experts_down(
 _WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major"
 
 define(
-    f"experts_up(Tensor hidden, Tensor topk_index, {_WEIGHTS}) -> (Tensor, Tensor, Tensor)",
+    f"experts_up(Tensor hidden, Tensor topk_index, Tensor topk_weights, {_WEIGHTS}) -> (Tensor, Tensor, Tensor)",
     _experts_up,
     partial(_experts_up, fake=True),
 )

@@ -41,8 +41,7 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
         UnsupportedError: the GPU has no kernels.
         KernelNotBuiltError: the compile policy is "never" and the kernel is not built.
     """
-    (a_data, a_scale), (b_data, b_scale) = _pair("fp8_gemm_nt", "a", a), _pair("fp8_gemm_nt", "b", b)
-    torch.ops.deepgemm_jit.fp8_gemm(a_data, a_scale, b_data, b_scale, out, False)
+    torch.ops.deepgemm_jit.fp8_gemm(*_scaled("fp8_gemm_nt", a, b, out=out), False)
 
 
 def fp8_gemm_nn(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
@@ -58,8 +57,7 @@ def fp8_gemm_nn(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
-    (a_data, a_scale), (b_data, b_scale) = _pair("fp8_gemm_nn", "a", a), _pair("fp8_gemm_nn", "b", b)
-    torch.ops.deepgemm_jit.fp8_gemm(a_data, a_scale, b_data, b_scale, out, True)
+    torch.ops.deepgemm_jit.fp8_gemm(*_scaled("fp8_gemm_nn", a, b, out=out), True)
 
 
 def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -68,11 +66,13 @@ def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
+    checks.require_tensors("bf16_gemm_nt", a=a, b=b, out=out)
     torch.ops.deepgemm_jit.bf16_gemm(a, b, out, False)
 
 
 def bf16_gemm_nn(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write ``A @ B`` to ``out``: (M, K), (K, N) and (M, N) bfloat16; as :func:`bf16_gemm_nt`, the tensor core transposes B."""
+    checks.require_tensors("bf16_gemm_nn", a=a, b=b, out=out)
     torch.ops.deepgemm_jit.bf16_gemm(a, b, out, True)
 
 
@@ -99,14 +99,15 @@ def m_grouped_fp8_gemm_nt_contiguous(
         use_psum_layout: read ``m_indices`` as end rows.
         alignment: 64, 128 or a multiple.
 
+    Every block reads ``m_indices`` as it goes: nothing else may write it until the call is done on the device.
+
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
     name = "m_grouped_fp8_gemm_nt_contiguous"
-    (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(
-        a_data, a_scale, b_data, b_scale, out, m_indices, use_psum_layout, alignment, False
-    )
+    operands = _scaled(name, a, b, out=out, m_indices=m_indices)
+    alignment = checks.whole_number(name, "alignment", alignment)
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(*operands, bool(use_psum_layout), alignment, False)
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
@@ -124,10 +125,9 @@ def m_grouped_fp8_gemm_nn_contiguous(
     :func:`m_grouped_fp8_gemm_nt_contiguous`.
     """
     name = "m_grouped_fp8_gemm_nn_contiguous"
-    (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(
-        a_data, a_scale, b_data, b_scale, out, m_indices, use_psum_layout, alignment, True
-    )
+    operands = _scaled(name, a, b, out=out, m_indices=m_indices)
+    alignment = checks.whole_number(name, "alignment", alignment)
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(*operands, bool(use_psum_layout), alignment, True)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -143,7 +143,10 @@ def m_grouped_bf16_gemm_nt_contiguous(
 
     The rows are those of :func:`m_grouped_fp8_gemm_nt_contiguous`, and so are ``m_indices``, the options and the errors.
     """
-    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, use_psum_layout, alignment, False)
+    name = "m_grouped_bf16_gemm_nt_contiguous"
+    checks.require_tensors(name, a=a, b=b, out=out, m_indices=m_indices)
+    alignment = checks.whole_number(name, "alignment", alignment)
+    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, bool(use_psum_layout), alignment, False)
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -156,7 +159,10 @@ def m_grouped_bf16_gemm_nn_contiguous(
     alignment: int = ALIGNMENT,
 ) -> None:
     """Write ``A[rows of g] @ B[g]`` for every group g: (M, K), (G, K, N) and (M, N) bfloat16, K and N multiples of 8."""
-    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, use_psum_layout, alignment, True)
+    name = "m_grouped_bf16_gemm_nn_contiguous"
+    checks.require_tensors(name, a=a, b=b, out=out, m_indices=m_indices)
+    alignment = checks.whole_number(name, "alignment", alignment)
+    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, bool(use_psum_layout), alignment, True)
 
 
 def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
@@ -175,8 +181,8 @@ def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
     name = "m_grouped_fp8_gemm_nt_masked"
-    (a_data, a_scale), (b_data, b_scale) = _pair(name, "a", a), _pair(name, "b", b)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_masked(a_data, a_scale, b_data, b_scale, out, masked_m, expected_m)
+    operands = _scaled(name, a, b, out=out, masked_m=masked_m)
+    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_masked(*operands, checks.whole_number(name, "expected_m", expected_m))
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -186,13 +192,24 @@ def m_grouped_bf16_gemm_nt_masked(
 
     ``masked_m``, ``expected_m`` and the errors are those of :func:`m_grouped_fp8_gemm_nt_masked`.
     """
+    name = "m_grouped_bf16_gemm_nt_masked"
+    checks.require_tensors(name, a=a, b=b, out=out, masked_m=masked_m)
+    expected_m = checks.whole_number(name, "expected_m", expected_m)
     torch.ops.deepgemm_jit.m_grouped_bf16_gemm_masked(a, b, out, masked_m, expected_m)
 
 
-def _pair(operation: str, name: str, value: object) -> Scaled:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise OperandError(operation=operation, faults=[f"{name} must be a pair (tensor, scales), not {type(value).__name__}"])
-    return value[0], value[1]
+def _scaled(operation: str, a: Scaled, b: Scaled, **others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the operands of an FP8 operation in the order of its operator, pairs taken apart."""
+    faults = [
+        f"{name} must be a pair (tensor, scales), not {type(pair).__name__}"
+        for name, pair in (("a", a), ("b", b))
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2
+    ]
+    if faults:
+        raise OperandError(operation=operation, faults=faults)
+    named = {"a": a[0], "a_scale": a[1], "b": b[0], "b_scale": b[1], **others}
+    checks.require_tensors(operation, **named)
+    return tuple(named.values())
 
 
 def _gemm(

@@ -38,7 +38,7 @@ def per_token_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> tuple[tor
         UnsupportedError: the GPU has no kernels.
         KernelNotBuiltError: the compile policy is "never" and the kernel is not built.
     """
-    values, scales = torch.ops.deepgemm_jit.per_token_cast_to_fp8(x, use_ue8m0)
+    values, scales = torch.ops.deepgemm_jit.per_token_cast_to_fp8(x, bool(use_ue8m0))
     return values, scales
 
 
@@ -53,7 +53,7 @@ def get_mn_major_tma_aligned_tensor(scales: torch.Tensor) -> torch.Tensor:
     """
     # torch.compile traces this line, where tensors have no address: a GEMM lays out what starts at an odd one.
     if isinstance(scales, torch.Tensor) and scales.dim() in (2, 3) and lies_m_major(scales):
-        checks.check_scales("get_mn_major_tma_aligned_tensor", scales)
+        checks.check_scales("get_mn_major_tma_aligned_tensor", scales, fake=scales.is_meta)
         return scales
     turned: torch.Tensor = torch.ops.deepgemm_jit.get_mn_major_tma_aligned_tensor(scales)
     return turned

@@ -48,12 +48,13 @@ STEP_KERNELS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]] = {
     COMBINE: ((("bf16",),), (2048,)),
 }
 
-MAX_GROUPS = 1024
+MAX_GROUPS = 512
 """Groups a grouped GEMM may have when their tiles are counted in shared memory."""
 
-MAX_EXPERTS = 512
+MAX_EXPERTS = MAX_GROUPS
 """Experts that the routing kernel counts in shared memory."""
 
+_GROUP_TABLE_BYTES = 4 * (2 * MAX_GROUPS + 4)
 _BARRIER_BYTES = 256
 """Two barriers and up to two B scales for each of at most 8 stages."""
 
@@ -86,12 +87,12 @@ def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int,
     if family == FP8_GEMM:
         stage += block_m * 4 + (block_n * 4 if ROW_SCALES in flags else 0)
     strips = 4 * _consumers(block_m) * 16 * 2 * (min(block_n, 64) + 8)
-    return 1024 + stages * stage + strips + _BARRIER_BYTES + 4 * (MAX_GROUPS + 4)
+    return 1024 + stages * stage + strips + _BARRIER_BYTES + _GROUP_TABLE_BYTES
 
 
 @cache
 def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
-    """Return every kernel of ``arch``, in the order of a warm-up.
+    """Return every kernel of ``arch``, sorted.
 
     Raises:
         UnsupportedError: there are no kernels for this arch.
@@ -101,7 +102,7 @@ def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
         _gemm(arch, family, flags, tile, shared_memory_bytes) for (family, flags), tiles in GEMM_TILES.items() for tile in tiles
     )
     steps = (KernelSpec(family, arch, dtypes, block) for family, (variants, block) in STEP_KERNELS.items() for dtypes in variants)
-    return (*gemms, *steps)
+    return tuple(sorted((*gemms, *steps)))
 
 
 @cache

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 from deepgemm_jit.errors import UnsupportedError
 from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec
-from deepgemm_jit.spec.kernel_set import GEMM_DTYPES, GEMM_TILES, MAX_GROUPS, STEP_KERNELS, kernel_set
+from deepgemm_jit.spec.kernel_set import (
+    GEMM_DTYPES,
+    GEMM_TILES,
+    MAX_GROUPS,
+    STEP_KERNELS,
+    dynamic_shared_memory_bytes,
+    is_gemm,
+    kernel_set,
+)
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
+
+_SIZE_LIMIT = 2**31
+"""Coordinates of the copy engine are signed 32-bit numbers."""
 
 _K_STEPS = {FP8_GEMM: 16, BF16_GEMM: 8}
 """Elements that are 16 bytes: what the copy engine wants rows to be a multiple of."""
@@ -25,14 +36,15 @@ def select(problem: Problem, limits: Limits) -> KernelSpec:
     if isinstance(problem, StepProblem):
         return _step(problem, limits.arch)
     _refuse(problem)
-    return _fastest(problem, limits.sms, _gemms(limits.arch, _family(problem), problem.variant))
-
-
-def tiles(problem: GemmProblem, block_m: int, block_n: int) -> int:
-    """Return the output tiles of a problem as selection counts them."""
-    rows = -(-max(problem.m, 1) // block_m)
-    columns = -(-problem.n // block_n)
-    return rows * columns * (problem.groups if problem.layout is Layout.MASKED else 1)
+    if limits.sms < 1:
+        raise UnsupportedError(given=f"a device of {limits.sms} SMs", supported="at least 1 SM")
+    candidates = _candidates(problem, limits.arch)
+    fitting = [c for c in candidates if dynamic_shared_memory_bytes(c.spec) <= limits.shared_memory_bytes]
+    if not fitting:
+        least = min(dynamic_shared_memory_bytes(candidate.spec) for candidate in candidates)
+        given = f"a device of {limits.shared_memory_bytes} bytes of shared memory per block"
+        raise UnsupportedError(given=given, supported=f"at least {least} bytes")
+    return _fastest(fitting, problem.m, limits.sms)
 
 
 def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
@@ -42,9 +54,9 @@ def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[in
     so it can change only at the M looked at here.
     """
     _refuse(problem)
-    gemms = _gemms(arch, _family(problem), problem.variant)
+    candidates = _candidates(problem, arch)
     firsts = range(1, min(max_m, _SETTLED_M) + 1, 64)
-    return tuple(sorted({_fastest(replace(problem, m=m), sms, gemms) for m in firsts for sms in set(arch_sms)}))
+    return tuple(sorted({_fastest(candidates, m, sms) for m in firsts for sms in set(arch_sms)}))
 
 
 # A model of one persistent block's time on an H200, in ns: waves x (k-blocks x cost of the tile's k-block + cost of a tile).
@@ -63,32 +75,51 @@ _SETTLED_M = 8192
 """Rows above which more rows change nothing: many waves, whose last one matters little."""
 
 
-@cache
-def _gemms(arch: str, family: str, variant: tuple[str, ...]) -> tuple[KernelSpec, ...]:
-    return tuple(spec for spec in kernel_set(arch) if spec.family == family and spec.flags == variant)
+class _Candidate(NamedTuple):
+    """A kernel that may serve a problem, with what its cost depends on beside M and the SM count."""
+
+    spec: KernelSpec
+    columns: int
+    """Tiles per row block; of all groups where each has its own rows."""
+    tile_ns: int
+    needs_rows: bool
+    """Too tall for the 64 rows that a smaller tile takes."""
 
 
 def _family(problem: GemmProblem) -> str:
     return next(family for family, dtypes in GEMM_DTYPES.items() if dtypes == problem.dtypes)
 
 
-def _fastest(problem: GemmProblem, sms: int, gemms: tuple[KernelSpec, ...]) -> KernelSpec:
+def _candidates(problem: GemmProblem, arch: str) -> list[_Candidate]:
+    family, per_group = _family(problem), problem.layout is Layout.MASKED
+    aligned = problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
+    costs = _K_BLOCK_NS[family, problem.variant]
+    found = []
+    for spec in kernel_set(arch):
+        block_m, block_n, block_k = spec.block if is_gemm(spec) else (0, 0, 0)
+        if (spec.family, spec.flags) != (family, problem.variant):
+            continue
+        if aligned and problem.alignment % block_m:
+            continue  # a tile must not reach into the next group
+        columns = -(-problem.n // block_n) * (problem.groups if per_group else 1)
+        tile_ns = -(-problem.k // block_k) * costs[block_m, block_n] + _TILE_NS
+        found.append(_Candidate(spec, columns, tile_ns, block_m > 64 and not aligned))
+    return found
+
+
+def _fastest(candidates: list[_Candidate], m: int, sms: int) -> KernelSpec:
     """Return the kernel whose tile the model finds fastest, the larger tile of equals."""
-    settled = replace(problem, m=min(problem.m, _SETTLED_M))
-
-    def cost_ns(spec: KernelSpec) -> tuple[int, int]:
-        block_m, block_n, block_k = spec.block
-        waves = -(-tiles(settled, block_m, block_n) // sms)
-        k_blocks = -(-problem.k // block_k)
-        return waves * (k_blocks * _K_BLOCK_NS[spec.family, spec.flags][block_m, block_n] + _TILE_NS), -block_m * block_n
-
-    return min((spec for spec in gemms if _fits(problem, spec.block[0])), key=cost_ns)
-
-
-def _fits(problem: GemmProblem, block_m: int) -> bool:
-    if problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
-        return problem.alignment % block_m == 0  # a tile must not reach into the next group
-    return block_m == 64 or problem.m > 64
+    rows = min(max(m, 1), _SETTLED_M)
+    best, best_cost = None, (0, 0)
+    for spec, columns, tile_ns, needs_rows in candidates:
+        if needs_rows and rows <= 64:
+            continue
+        block_m, block_n = spec.block[0], spec.block[1]
+        cost = -(-(-(-rows // block_m) * columns) // sms) * tile_ns, -block_m * block_n
+        if best is None or cost < best_cost:
+            best, best_cost = spec, cost
+    assert best is not None, "a tile of 64 rows serves every problem"
+    return best
 
 
 def _step(problem: StepProblem, arch: str) -> KernelSpec:
@@ -114,6 +145,10 @@ def _refuse(problem: GemmProblem) -> None:
             given=f"variant {','.join(problem.variant)} of {family}",
             supported="; ".join(",".join(flags) or "none" for known, flags in GEMM_TILES if known == family),
         )
+    _refuse_sizes(problem, _K_STEPS[family])
+
+
+def _refuse_sizes(problem: GemmProblem, k_step: int) -> None:
     faults: list[str] = []
     advice: list[str] = []
     sizes: dict[str, object] = {
@@ -126,7 +161,14 @@ def _refuse(problem: GemmProblem) -> None:
     faults.extend(f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int))
     if faults:
         raise UnsupportedError(given=", ".join(faults), supported="whole numbers")
-    for name, value, step in (("N", problem.n, 8), ("K", problem.k, _K_STEPS[family])):
+    for name, size in sizes.items():
+        if isinstance(size, int) and size >= _SIZE_LIMIT:
+            faults.append(f"{name} = {size}")
+            advice.append(f"{name} below 2^31")
+    if problem.m < 0 and problem.layout is not Layout.MASKED:
+        faults.append(f"M = {problem.m}")
+        advice.append("M of at least 0")
+    for name, value, step in (("N", problem.n, 8), ("K", problem.k, k_step)):
         if value < step or value % step:
             faults.append(f"{name} = {value}")
             lower, upper = value // step * step, (value // step + 1) * step if value >= 0 else step
@@ -143,6 +185,6 @@ def _refuse(problem: GemmProblem) -> None:
     if faults:
         raise UnsupportedError(
             given=", ".join(faults),
-            supported=f"N a multiple of 8, K a multiple of {_K_STEPS[family]}, group alignment a multiple of 64",
+            supported=f"N a multiple of 8, K a multiple of {k_step}, group alignment a multiple of 64",
             advice="; ".join(advice),
         )

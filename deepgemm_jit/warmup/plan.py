@@ -26,8 +26,11 @@ from deepgemm_jit.spec.kernel_set import STEP_KERNELS
 from deepgemm_jit.warmup.models import SCALE_BLOCK, Model, Uncovered, read_model
 
 DEFAULT_MAX_TOKENS = 16384
-# The experts forward lays out few rows per expert with an alignment of 64.
-GROUPED_LAYOUTS = ((Layout.CONTIGUOUS, 128), (Layout.PREFIX_SUMS, 64), (Layout.PREFIX_SUMS, 128), (Layout.MASKED, 128))
+# Callers may align groups as they like: what matters is which tiles divide the alignment, and these three tell all apart.
+GROUPED_LAYOUTS = (
+    *((layout, alignment) for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) for alignment in (64, 128, 256)),
+    (Layout.MASKED, 128),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,21 @@ from collections import Counter
 from collections.abc import Callable
 
 from deepgemm_jit.compiler import Compiled
-from deepgemm_jit.spec import ARCHES, CAST_TO_FP8, FP8_GEMM, SCALE_LAYOUT, KernelSpec
+from deepgemm_jit.spec import (
+    ACTIVATE,
+    ARCHES,
+    BF16_GEMM,
+    CAST_TO_FP8,
+    COMBINE,
+    FP8_GEMM,
+    GATHER,
+    N_MAJOR,
+    ROUTE,
+    ROW_SCALES,
+    SCALE_LAYOUT,
+    TRANSPOSE,
+    KernelSpec,
+)
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes, threads
 
 REGISTERS_PER_SM = 65536
@@ -19,20 +33,43 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
     block_m, block_n, block_k = spec.block
     consumers = threads(spec) // 128 - 1
     waves = block_m // (64 * consumers)
-    overlaps = waves == 1 and block_n <= 128
+    row_scales = ROW_SCALES in spec.flags
+    overlaps = waves == 1 and block_n <= 128 and not row_scales
     issues = 4 if overlaps else waves  # places that issue a k-block: first, twice in the loop, last; or one per wave
-    stores = waves * block_n // 16  # 16 rows of block_n bf16 per warp, 16 bytes per lane
+    maps = 4 if row_scales else 3  # A, B, A scales, B scales per row
     return {
         f"QGMMA.64x{block_n}x32.F32.E4M3.E4M3": issues * block_k // 32,
-        "UTMALDG.3D": 3,  # A, B, A scales
-        "UTMACCTL.PF": 3,
-        "LDGSTS.E": 1 if 128 % block_n == 0 else 2,  # B scales that a tile meets
-        "USETMAXREG.DEALLOC": consumers // 2,  # with one consumer warpgroup no register moves
-        "USETMAXREG.TRY_ALLOC": consumers // 2,
-        "STSM.16.M88.4": stores,
-        "STG.E.128": stores,
-        "STG": stores,  # and no narrower one
+        "UTMALDG.3D": maps,
+        "UTMACCTL.PF": maps,
+        "LDGSTS": 0 if row_scales else 1 if 128 % block_n == 0 else 2,  # B scales that a tile meets
+        "LDS.64": block_n // 8 if row_scales else 0,  # B scales of two columns each
+        **_roles(consumers),
+        **_output(waves * block_n),
     }
+
+
+def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
+    # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them.
+    _block_m, block_n, block_k = spec.block
+    boxes = block_n // 64 if N_MAJOR in spec.flags else 1  # an N-major B comes in boxes of 64 columns
+    return {
+        f"HGMMA.64x{block_n}x16.F32.BF16": 2 * block_k // 16,
+        "UTMALDG.3D": 1 + boxes,
+        "UTMACCTL.PF": 2,
+        "LDGSTS": 0,
+        **_roles(threads(spec) // 128 - 1),
+        **_output(block_n),
+    }
+
+
+def _roles(consumers: int) -> dict[str, int]:
+    # With one consumer warpgroup no register moves.
+    return {"USETMAXREG.DEALLOC": consumers // 2, "USETMAXREG.TRY_ALLOC": consumers // 2}
+
+
+def _output(columns: int) -> dict[str, int]:
+    # 16 rows of bf16 per warp, 16 bytes per lane, and no narrower store.
+    return {"STSM.16.M88.4": columns // 16, "STG.E.128": columns // 16, "STG": columns // 16}
 
 
 def _cast_to_fp8(spec: KernelSpec) -> dict[str, int]:
@@ -46,8 +83,42 @@ def _scale_layout(spec: KernelSpec) -> dict[str, int]:
     return {"LDG.E": 1, "LDG": 1, "STS": 1, "LDS": 1, "STG": 1}
 
 
+def _transpose(spec: KernelSpec) -> dict[str, int]:
+    # 8 bytes per lane and step on both sides.
+    return {"LDG.E.64": 1, "LDG": 1, "STG.E.64": 1, "STG": 1}
+
+
+def _route(spec: KernelSpec) -> dict[str, int]:
+    # Two passes over the pairs (int32 or int64), one match of equal experts per round.
+    return {"MATCH.ANY": 1, "STG": 2}
+
+
+def _gather(spec: KernelSpec) -> dict[str, int]:
+    # 16 bytes in per lane; FP8 out in words of 4 and a scale, or 16 bytes of bf16.
+    return {"LDG.E.128": 1, **_rows_out(spec)}
+
+
+def _activate(spec: KernelSpec) -> dict[str, int]:
+    # Ungated columns, or gate and up.
+    return {"LDG.E.128": 3, **_rows_out(spec)}
+
+
+def _rows_out(spec: KernelSpec) -> dict[str, int]:
+    return {"STG.E.128": 0, "STG": 3} if spec.dtypes[1] == "e4m3" else {"STG.E.128": 1, "STG": 1}
+
+
+def _combine(spec: KernelSpec) -> dict[str, int]:
+    return {"STG.E.128": 1, "STG": 1}
+
+
 EXPECTED: dict[str, Callable[[KernelSpec], dict[str, int]]] = {
     FP8_GEMM: _fp8_gemm,
+    BF16_GEMM: _bf16_gemm,
+    TRANSPOSE: _transpose,
+    ROUTE: _route,
+    GATHER: _gather,
+    ACTIVATE: _activate,
+    COMBINE: _combine,
     CAST_TO_FP8: _cast_to_fp8,
     SCALE_LAYOUT: _scale_layout,
 }

@@ -258,7 +258,8 @@ def test_operands_on_two_gpus_are_a_context_mismatch(stray: str) -> None:
         given[stray] = given[stray].to("cuda:1")
         groups = checks.GroupData("m_indices", given.pop("m_indices"), per_row=True)
         with pytest.raises(ContextMismatchError) as caught:
-            checks.check_gemm("grouped", **given, groups=groups)
+            scales = given.pop("a_scale"), given.pop("b_scale")
+            checks.check_gemm("grouped", **given, scales=scales, groups=groups)
     assert caught.value.belongs_to == "cuda:1"
     assert f"{stray} of grouped" in str(caught.value) and "cuda:0" in str(caught.value)
 

@@ -48,17 +48,17 @@ def test_products_return_nothing_and_keep_their_output(m: int) -> None:
     with FakeTensorMode():
         a, b = ops.per_token_cast_to_fp8(torch.empty((m, 144))), (torch.empty((264, 144), dtype=E4M3), torch.empty((3, 2)))
         out = torch.empty((m, 264), dtype=BF16)
-        assert torch.ops.deepgemm_jit.fp8_gemm_nt(*a, *b, out) is None
+        assert torch.ops.deepgemm_jit.fp8_gemm(*a, *b, out, False) is None
 
         grouped = torch.empty((4, 264, 144), dtype=E4M3), torch.empty((4, 3, 2))
         index, ends = torch.empty(m, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-        contiguous = torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_contiguous
-        assert contiguous(*a, *grouped, out, index, False, 128) is None
-        assert contiguous(*a, *grouped, out, ends, True, 64) is None
+        contiguous = torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous
+        assert contiguous(*a, *grouped, out, index, False, 128, False) is None
+        assert contiguous(*a, *grouped, out, ends, True, 64, False) is None
 
         masked = torch.empty((4, m, 144), dtype=E4M3), torch.empty((4, m, 2))
         grouped_out = torch.empty((4, m, 264), dtype=BF16)
-        assert torch.ops.deepgemm_jit.m_grouped_fp8_gemm_nt_masked(*masked, *grouped, grouped_out, ends, m) is None
+        assert torch.ops.deepgemm_jit.m_grouped_fp8_gemm_masked(*masked, *grouped, grouped_out, ends, m) is None
     assert (out.shape, grouped_out.shape) == ((m, 264), (4, m, 264))
 
 
@@ -75,7 +75,7 @@ def test_one_graph_takes_any_number_of_rows() -> None:
     rows = torch.export.Dim("rows", min=2, max=1 << 20)
     exported = torch.export.export(CastAndMultiply(), operands, dynamic_shapes=({0: rows}, None, None))
     called = [str(node.target) for node in exported.graph.nodes if "deepgemm_jit" in str(node.target)]
-    assert called == ["deepgemm_jit.per_token_cast_to_fp8.default", "deepgemm_jit.fp8_gemm_nt.default"]
+    assert called == ["deepgemm_jit.per_token_cast_to_fp8.default", "deepgemm_jit.fp8_gemm.default"]
     (output,) = [node for node in exported.graph.nodes if node.op == "output"]
     shape = output.args[0][0].meta["val"].shape
     assert not isinstance(shape[0], int) and shape[1] == 264

@@ -10,16 +10,19 @@ import pytest
 
 from deepgemm_jit.errors import UnsupportedError
 from deepgemm_jit.spec import (
+    BF16_GEMM,
     CAST_TO_FP8,
     FP8_GEMM,
     MAX_GROUPS,
+    N_MAJOR,
+    ROW_SCALES,
     SCALE_LAYOUT,
-    CastProblem,
     GemmProblem,
     KernelSpec,
     Layout,
     Limits,
-    ScaleLayoutProblem,
+    StepProblem,
+    is_gemm,
     kernel_set,
     limits_of,
     reachable,
@@ -31,6 +34,8 @@ pytestmark = pytest.mark.none
 ARCH = "sm_90a"
 SM_COUNTS = (16, 78, 132, 148)
 GROUPED = (Layout.CONTIGUOUS, Layout.PREFIX_SUMS, Layout.MASKED)
+DTYPES = {FP8_GEMM: ("e4m3", "e4m3", "bf16"), BF16_GEMM: ("bf16", "bf16", "bf16")}
+VARIANTS = ((FP8_GEMM, ()), (FP8_GEMM, (ROW_SCALES,)), (BF16_GEMM, ()), (BF16_GEMM, (N_MAJOR,)))
 PROBLEMS_PER_CASE = 100_000 // (len(Layout) * len(SM_COUNTS))
 
 
@@ -39,6 +44,7 @@ def _limits(sms: int = 132) -> Limits:
 
 
 def _random_problem(chance: random.Random, layout: Layout) -> GemmProblem:
+    family, variant = chance.choice(VARIANTS)
     return GemmProblem(
         m=chance.choice((chance.randint(0, 256), chance.randint(0, 16384), chance.randint(0, 2**31))),
         n=8 * chance.randint(8, 4096),
@@ -46,6 +52,8 @@ def _random_problem(chance: random.Random, layout: Layout) -> GemmProblem:
         groups=1 if layout is Layout.DENSE else chance.randint(1, 384),
         layout=layout,
         alignment=chance.choice((64, 128, 192, 256)),
+        dtypes=DTYPES[family],
+        variant=variant,
     )
 
 
@@ -64,7 +72,7 @@ def test_any_valid_problem_gets_a_kernel_of_the_set(layout: Layout, sms: int) ->
         problem = _random_problem(chance, layout)
         spec = select(problem, limits)
         assert spec in members, problem
-        assert spec.family == FP8_GEMM
+        assert (DTYPES[spec.family], spec.flags) == (problem.dtypes, problem.variant)
         if layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
             assert problem.alignment % spec.block[0] == 0, f"a tile of {spec.name} spans two groups of {problem}"
         chosen.add(spec)
@@ -73,8 +81,8 @@ def test_any_valid_problem_gets_a_kernel_of_the_set(layout: Layout, sms: int) ->
 
 def test_every_kernel_of_the_set_is_chosen_by_some_problem() -> None:
     chance = random.Random(2)
-    chosen: set[KernelSpec] = {select(CastProblem(dtype), _limits()) for dtype in ("bf16", "f32")}
-    chosen.add(select(ScaleLayoutProblem(), _limits()))
+    steps = [spec for spec in kernel_set(ARCH) if not is_gemm(spec)]
+    chosen: set[KernelSpec] = {select(StepProblem(spec.family, spec.dtypes), _limits()) for spec in steps}
     for _ in range(20_000):
         layout, sms = chance.choice(list(Layout)), chance.choice(SM_COUNTS)
         chosen.add(select(_random_problem(chance, layout), _limits(sms)))
@@ -157,7 +165,7 @@ def test_an_alignment_no_tile_divides_is_refused(layout: Layout, alignment: int)
         select(GemmProblem(m=128, n=128, k=128, groups=2, layout=layout, alignment=alignment), _limits())
 
 
-@pytest.mark.parametrize("dtypes", [("e5m2", "e4m3", "bf16"), ("bf16", "bf16", "bf16"), ("e4m3", "e4m3", "f32")])
+@pytest.mark.parametrize("dtypes", [("e5m2", "e4m3", "bf16"), ("bf16", "bf16", "f32"), ("e4m3", "e4m3", "f32")])
 def test_dtypes_without_a_kernel_are_refused_with_those_that_have_one(dtypes: tuple[str, str, str]) -> None:
     with pytest.raises(UnsupportedError) as refusal:
         select(GemmProblem(m=128, n=128, k=128, dtypes=dtypes), _limits())
@@ -165,16 +173,29 @@ def test_dtypes_without_a_kernel_are_refused_with_those_that_have_one(dtypes: tu
 
 
 def test_the_small_kernels_are_chosen_by_what_they_read() -> None:
-    bf16, f32 = (select(CastProblem(dtype), _limits()) for dtype in ("bf16", "f32"))
+    bf16, f32 = (select(StepProblem(CAST_TO_FP8, (dtype, "e4m3")), _limits()) for dtype in ("bf16", "f32"))
     assert (bf16.family, bf16.dtypes[0], f32.family, f32.dtypes[0]) == (CAST_TO_FP8, "bf16", CAST_TO_FP8, "f32")
-    assert select(ScaleLayoutProblem(), _limits()).family == SCALE_LAYOUT
-    with pytest.raises(UnsupportedError, match="bf16, f32"):
-        select(CastProblem("f16"), _limits())
+    assert select(StepProblem(SCALE_LAYOUT, ("f32",)), _limits()).family == SCALE_LAYOUT
+    with pytest.raises(UnsupportedError, match="bf16 -> e4m3, f32 -> e4m3"):
+        select(StepProblem(CAST_TO_FP8, ("f16", "e4m3")), _limits())
+    with pytest.raises(UnsupportedError, match=CAST_TO_FP8):
+        select(StepProblem("no_such_step", ("f32",)), _limits())
+
+
+@pytest.mark.parametrize(("family", "variant"), [(FP8_GEMM, (N_MAJOR,)), (BF16_GEMM, (ROW_SCALES,)), (FP8_GEMM, ("fast",))])
+def test_a_variant_without_a_kernel_is_refused_with_those_that_have_one(family: str, variant: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError, match="none; "):
+        select(GemmProblem(m=128, n=128, k=128, dtypes=DTYPES[family], variant=variant), _limits())
+
+
+def test_a_dense_layout_has_one_group() -> None:
+    with pytest.raises(UnsupportedError, match="2 groups of a dense layout"):
+        select(GemmProblem(m=128, n=128, k=128, groups=2), _limits())
 
 
 def test_an_unknown_arch_is_refused_by_selection_too() -> None:
     with pytest.raises(UnsupportedError, match="sm_90a"):
-        select(ScaleLayoutProblem(), Limits("sm_80", 108, 163 * 1024))
+        select(StepProblem(SCALE_LAYOUT, ("f32",)), Limits("sm_80", 108, 163 * 1024))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +212,7 @@ def test_a_plan_holds_all_that_any_m_on_any_device_selects(layout: Layout, group
     for sms in ((1,), (16, 78), (132, 148)):
         for max_m in (1, 63, 64, 65, 200, 3000):
             asked = {select(replace(problem, m=m), _limits(count)) for m in range(1, max_m + 1) for count in sms}
-            planned = reachable(problem, max_m, ARCH, _limits().shared_memory_bytes, sms)
+            planned = reachable(problem, max_m, ARCH, sms)
             assert asked <= set(planned), f"max_m {max_m}, SMs {sms}"
             assert planned == tuple(sorted(asked)), f"max_m {max_m}, SMs {sms}: planned and never asked for"
 
@@ -201,7 +222,7 @@ def test_a_plan_holds_all_that_any_m_on_any_device_selects(layout: Layout, group
 def test_a_plan_for_any_number_of_rows_is_complete(layout: Layout, n: int) -> None:
     chance = random.Random(f"{layout} {n}")
     problem = GemmProblem(m=1, n=n, k=512, groups=1 if layout is Layout.DENSE else 8, layout=layout)
-    planned = set(reachable(problem, 2**31, ARCH, _limits().shared_memory_bytes, SM_COUNTS))
+    planned = set(reachable(problem, 2**31, ARCH, SM_COUNTS))
     for _ in range(1000):
         m = chance.choice((chance.randint(1, 16384), chance.randint(1, 2**31)))
         assert select(replace(problem, m=m), _limits(chance.choice(SM_COUNTS))) in planned, m

@@ -17,11 +17,9 @@ from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
     CAST_TO_FP8,
     SCALE_LAYOUT,
-    CAST_TO_FP8,
-    SCALE_LAYOUT,
+    GemmProblem,
     Layout,
     StepProblem,
-    arch_named,
     kernel_set,
     limits_of,
     select,
@@ -106,18 +104,34 @@ def test_tensor_parallelism_splits_the_width_and_expert_parallelism_the_experts(
 
 def test_rows_count_every_choice_of_every_token_and_the_padding_of_every_group(models: Path) -> None:
     problems = plan_for("sm_90a", models / "qwen3-30b-a3b-fp8", max_tokens=10).problems
-    rows = {problem.largest.layout: problem.largest.m for problem in problems}
-    padded = 10 * 8 + 128 * 127
-    assert rows == {Layout.CONTIGUOUS: padded, Layout.PREFIX_SUMS: padded, Layout.MASKED: 10}
+    rows = {(problem.largest.layout, problem.largest.alignment): problem.largest.m for problem in problems}
+    padded = {alignment: 10 * 8 + 128 * alignment for alignment in (64, 128, 256)}
+    by_layout = {(layout, alignment): m for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) for alignment, m in padded.items()}
+    assert rows == by_layout | {(Layout.MASKED, 128): 10}
+
+
+@pytest.mark.parametrize("alignment", [64, 128, 192, 256, 384, 512])
+def test_whatever_callers_align_groups_to_is_planned(models: Path, alignment: int) -> None:
+    plan = plan_for("sm_90a", models / "deepseek-v3", ep=8)
+    for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
+        for n, k in ((4096, 7168), (7168, 2048)):
+            for m in range(1, 4096, 64):
+                for sms in (16, 78, 132):
+                    assert select(GemmProblem(m, n, k, 32, layout, alignment), limits_of("sm_90a", sms)) in plan.kernels
 
 
 @pytest.mark.parametrize("name", FP8_MODELS)
 def test_the_casts_and_the_scale_layout_that_the_gemms_stand_on_are_planned(models: Path, name: str) -> None:
     plan = plan_for("sm_90a", models / name)
     limits = limits_of("sm_90a")
-    assert {select(problem, limits) for problem in (StepProblem(CAST_TO_FP8, ("bf16", "e4m3")), StepProblem(CAST_TO_FP8, ("f32", "e4m3")), StepProblem(SCALE_LAYOUT, ("f32",)))} <= set(
-        plan.kernels
-    )
+    assert {
+        select(problem, limits)
+        for problem in (
+            StepProblem(CAST_TO_FP8, ("bf16", "e4m3")),
+            StepProblem(CAST_TO_FP8, ("f32", "e4m3")),
+            StepProblem(SCALE_LAYOUT, ("f32",)),
+        )
+    } <= set(plan.kernels)
 
 
 @pytest.mark.parametrize("sms", [1, 78, 132, 200])

@@ -18,6 +18,8 @@ constexpr uint32_t kScaleBlock = 128;  // columns of A, rows and columns of B th
 __device__ constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 __device__ constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+__device__ constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
+
 __device__ inline uint32_t lane_id() { return threadIdx.x % kWarp; }
 
 // Tells the compiler that a value is the same in the whole warp, so that branches on it stay uniform.

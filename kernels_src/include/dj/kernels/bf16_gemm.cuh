@@ -2,10 +2,9 @@
 // tensor core transposes. Warp-specialised and persistent, with the scheduler and the epilogue of the FP8 GEMM.
 #pragma once
 #include "dj/epilogue/store_rows.cuh"
+#include "dj/kernels/roles.cuh"
 #include "dj/mma/wgmma.cuh"
-#include "dj/ptx/copy.cuh"
 #include "dj/ptx/registers.cuh"
-#include "dj/scheduler/layout.cuh"
 
 namespace dj {
 
@@ -21,8 +20,6 @@ struct Bf16Gemm {
     static constexpr uint32_t kConsumers = kBlockM / 64;
     static constexpr uint32_t kThreads = (kConsumers + 1) * kWarpgroup;
     static constexpr uint32_t kConsumerWarps = kConsumers * 4;
-    static constexpr uint32_t kProducerRegisters = 40;
-    static constexpr uint32_t kConsumerRegisters = 232;
 
     static constexpr uint32_t kBytesA = kBlockM * 128;
     static constexpr uint32_t kBytesB = kBlockN * 128;
@@ -34,34 +31,29 @@ struct Bf16Gemm {
     static constexpr uint32_t kOffsetStrips = kOffsetB + kStages * kBytesB;
     static constexpr uint32_t kOffsetFull = kOffsetStrips + kConsumerWarps * kBytesStrip;
     static constexpr uint32_t kOffsetEmpty = kOffsetFull + kStages * 8;
-    static constexpr uint32_t kOffsetGroups = kOffsetFull + 256;
-    static_assert(kStages * 16 <= 256, "barriers have 256 bytes");
+    static constexpr uint32_t kOffsetGroups = kOffsetFull + kBarrierBytes;
+    static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
+    static_assert(kStages * 16 <= kBarrierBytes);
     static_assert(kBlockM == 64 || kBlockM == 128, "one product of 64 rows per warpgroup");
 
     __device__ static void run(const TensorMap& map_a, const TensorMap& map_b, const Bf16GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
-        uint8_t* shared = shared_raw + (1024 - shared_address(shared_raw) % 1024) % 1024;
-        uint32_t* group_starts = reinterpret_cast<uint32_t*>(shared + kOffsetGroups);
+        uint8_t* shared = align_to_swizzle(shared_raw);
+        GroupTable& groups = *reinterpret_cast<GroupTable*>(shared + kOffsetGroups);
         const uint32_t base = shared_address(shared);
         const uint32_t warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
         const uint32_t warp = warp_uniform(threadIdx.x / kWarp);
 
         // --- barriers and group starts
-        if (threadIdx.x == 0) {
-            for (uint32_t stage = 0; stage < kStages; ++stage) {
-                barrier_init(base + kOffsetFull + stage * 8, 1);
-                barrier_init(base + kOffsetEmpty + stage * 8, kConsumerWarps);
-            }
-            fence_barrier_init();
-        }
+        if (threadIdx.x == 0) init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, 1, kConsumerWarps);
         if (warp == kConsumerWarps && elect_one()) {
             prefetch_map(map_a);
             prefetch_map(map_b);
         }
-        if (warp == 1 && arguments.shape.counts_rows()) Scheduler::count(arguments.shape, group_starts);
+        if (warp == 1 && arguments.shape.counts_rows()) groups.count(arguments.shape, kBlockM);
         __syncthreads();
 
-        Scheduler scheduler(arguments.shape, group_starts);
+        Scheduler scheduler(arguments.shape, groups);
         if (warpgroup == kConsumers) {
             if constexpr (kConsumers == 2) lower_registers_to<kProducerRegisters>();
             if (warp == kConsumerWarps && elect_one()) produce(map_a, map_b, arguments, scheduler, base);
@@ -98,7 +90,8 @@ struct Bf16Gemm {
         }
     }
 
-    __device__ static void issue(uint32_t base, uint32_t stage, uint32_t warpgroup, float (&totals)[kBlockN / 2], bool accumulate) {
+    __device__ static void issue(uint32_t base, uint32_t stage, uint32_t warpgroup, float (&totals)[kBlockN / 2],
+                                 bool accumulate) {
         const uint64_t a = descriptor(base + stage * kBytesA + warpgroup * (64 * 128));
         const uint32_t b_address = base + kOffsetB + stage * kBytesB;
         const uint64_t b = kNMajorB ? descriptor_n_major(b_address, kBoxBytes) : descriptor(b_address);
@@ -143,7 +136,8 @@ struct Bf16Gemm {
             // --- epilogue
             const uint32_t row = tile.row + warp_row;
             if (row >= tile.row_end) continue;
-            uint16_t* rows = arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
+            uint16_t* rows =
+                arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
             store_rows<kBlockN>(totals, strip, rows, arguments.d.row_stride, tile.row_end - row, arguments.shape.n - tile.column);
         }
     }

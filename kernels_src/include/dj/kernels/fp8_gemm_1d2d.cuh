@@ -7,10 +7,9 @@
 // where registers allow two sums, of the other warpgroup in any case).
 #pragma once
 #include "dj/epilogue/store_rows.cuh"
+#include "dj/kernels/roles.cuh"
 #include "dj/mma/wgmma.cuh"
-#include "dj/ptx/copy.cuh"
 #include "dj/ptx/registers.cuh"
-#include "dj/scheduler/layout.cuh"
 
 namespace dj {
 
@@ -31,10 +30,6 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kThreads = (kConsumers + 1) * kWarpgroup;
     static constexpr uint32_t kConsumerWarps = kConsumers * 4;
 
-    // Registers per thread: 65536 / 384 = 168 at entry; the producer needs few, the two consumers get what it gives up.
-    static constexpr uint32_t kProducerRegisters = 40;
-    static constexpr uint32_t kConsumerRegisters = 232;
-
     // Two sums in registers beside the totals: with 64 x 192, two waves or a scale per column there is room for one.
     static constexpr bool kOverlaps = kWaves == 1 && kBlockN <= 128 && !kRowScales;
 
@@ -50,7 +45,7 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kBytesRowScales = kRowScales ? kBlockN * 4 : 0;
     static constexpr uint32_t kBytesStrip = 16 * kStripPitch<kBlockN>;
 
-    // Shared memory, in this order; spec.kernel_set.gemm_shared_memory_bytes adds it up for the host.
+    // Shared memory, in this order; spec.kernel_set.dynamic_shared_memory_bytes adds it up for the host.
     static constexpr uint32_t kOffsetB = kStages * kBytesA;
     static constexpr uint32_t kOffsetScales = kOffsetB + kStages * kBytesB;
     static constexpr uint32_t kOffsetRowScales = kOffsetScales + kStages * kBytesScales;
@@ -58,8 +53,9 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kOffsetFull = kOffsetStrips + kConsumerWarps * kBytesStrip;
     static constexpr uint32_t kOffsetEmpty = kOffsetFull + kStages * 8;
     static constexpr uint32_t kOffsetScaleB = kOffsetEmpty + kStages * 8;
-    static constexpr uint32_t kOffsetGroups = kOffsetFull + 256;
-    static_assert(kStages * (16 + 4 * kScalesB) <= 256, "barriers and B scales have 256 bytes");
+    static constexpr uint32_t kOffsetGroups = kOffsetFull + kBarrierBytes;
+    static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
+    static_assert(kStages * (16 + 4 * kScalesB) <= kBarrierBytes, "barriers and B scales have 256 bytes");
     static_assert(kBlockN % 16 == 0 && (kScalesB < 2 || kBlockN == 192), "chunks of 64 columns start at multiples of 64");
 
     using Ring = StageRing<kStages>;
@@ -73,31 +69,25 @@ struct Fp8Gemm1d2d {
 
     __device__ static void run(const Maps& maps, const GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
-        // Swizzled tiles repeat every 1024 bytes; the runtime gives 16-byte alignment only.
-        uint8_t* shared = shared_raw + (1024 - shared_address(shared_raw) % 1024) % 1024;
-        uint32_t* group_starts = reinterpret_cast<uint32_t*>(shared + kOffsetGroups);
+        uint8_t* shared = align_to_swizzle(shared_raw);
+        GroupTable& groups = *reinterpret_cast<GroupTable*>(shared + kOffsetGroups);
         const uint32_t base = shared_address(shared);
         const uint32_t warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
         const uint32_t warp = warp_uniform(threadIdx.x / kWarp);
 
         // --- barriers and group starts
-        if (threadIdx.x == 0) {
-            for (uint32_t stage = 0; stage < kStages; ++stage) {
-                barrier_init(base + kOffsetFull + stage * 8, kRowScales ? 1 : 2);  // the copy engine's bytes, the B scale
-                barrier_init(base + kOffsetEmpty + stage * 8, kConsumerWarps);
-            }
-            fence_barrier_init();
-        }
+        // A stage is full with the copy engine's bytes and, unless it brings them too, the B scales.
+        if (threadIdx.x == 0) init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, kRowScales ? 1 : 2, kConsumerWarps);
         if (warp == kConsumerWarps && elect_one()) {
             prefetch_map(maps.a);
             prefetch_map(maps.b);
             prefetch_map(maps.a_scales);
             if constexpr (kRowScales) prefetch_map(*maps.b_scales);
         }
-        if (warp == 1 && arguments.shape.counts_rows()) Scheduler::count(arguments.shape, group_starts);
+        if (warp == 1 && arguments.shape.counts_rows()) groups.count(arguments.shape, kBlockM);
         __syncthreads();
 
-        Scheduler scheduler(arguments.shape, group_starts);
+        Scheduler scheduler(arguments.shape, groups);
         if (warpgroup == kConsumers) {
             if constexpr (kConsumers == 2) lower_registers_to<kProducerRegisters>();
             if (warp == kConsumerWarps && elect_one()) produce(maps, arguments, scheduler, base);
@@ -229,6 +219,7 @@ struct Fp8Gemm1d2d {
                     promote(totals[wave], sums, scales,
                             reinterpret_cast<const float2*>(self.shared + kOffsetRowScales + ring.stage * kBytesRowScales) +
                                 lane_id() % 4);
+                    __syncwarp();  // all lanes have read the B scales
                     if (wave == kWaves - 1) release(self, ring);
                 } else {
                     if (wave == kWaves - 1) release(self, ring);

@@ -18,9 +18,7 @@ struct CastArguments {
 
 struct Bf16 {
     static constexpr uint32_t kPerLane = 8;
-    __device__ static void unpack(uint4 raw, float (&v)[kPerLane]) {
-        unpack_bf16(raw, v);
-    }
+    __device__ static void unpack(uint4 raw, float (&v)[kPerLane]) { unpack_bf16(raw, v); }
 };
 
 struct F32 {

@@ -10,7 +10,7 @@ constexpr uint32_t kContiguous = 1;  // group_data[row] = group of the row, nega
 constexpr uint32_t kPrefixSums = 2;  // group_data[group] = end row; a group starts at the next multiple of the alignment
 constexpr uint32_t kMasked = 3;      // group_data[group] = rows used of the group's own m rows
 
-constexpr uint32_t kMaxGroups = 1024;  // spec.kernel_set.MAX_GROUPS
+constexpr uint32_t kMaxGroups = 512;  // spec.kernel_set.MAX_GROUPS
 
 struct Shape {
     const int32_t* group_data;
@@ -22,25 +22,57 @@ struct Shape {
 
     // Whether groups are counted from device data before the first tile.
     __device__ bool counts_rows() const { return layout >= kPrefixSums; }
+
+    __device__ uint32_t round_up(uint32_t row) const { return ceil_div(row, alignment) * alignment; }
 };
 
-struct Rows {
-    uint32_t begin;
-    uint32_t end;
-};
+// What a block knows of the groups that it counted: read once, so that all its roles agree whatever happens to the data.
+struct GroupTable {
+    uint32_t blocks_before[kMaxGroups + 1];  // row blocks of the groups before
+    uint32_t ends[kMaxGroups];               // end row of each group
+    uint32_t padding[3];
 
-// Rows of a group, clamped to the tensor: what the caller's device data says can be wrong, but never reach outside.
-__device__ inline Rows rows_of_group(const Shape& shape, uint32_t group) {
-    if (shape.layout == kMasked) {
-        const int32_t count = __ldg(shape.group_data + group);
-        return {0, count <= 0 ? 0 : min_of(static_cast<uint32_t>(count), shape.m)};
+    // Counts with one warp. Group data can be wrong, but nothing reaches outside the tensor: rows are clamped to it, and an end row
+    // before an earlier one counts as that one, which also bounds the work.
+    __device__ void count(const Shape& shape, uint32_t block_m) {
+        uint32_t before = 0;  // row blocks
+        uint32_t last_end = 0;
+        for (uint32_t first = 0; first < shape.groups; first += kWarp) {
+            const uint32_t group = first + lane_id();
+            const int32_t given = group < shape.groups ? __ldg(shape.group_data + group) : 0;
+            uint32_t end = given <= 0 ? 0 : min_of(static_cast<uint32_t>(given), shape.m);
+            uint32_t begin = 0;
+            if (shape.layout == kPrefixSums) {
+#pragma unroll
+                for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
+                    const uint32_t other = __shfl_up_sync(0xffffffffu, end, distance);
+                    if (lane_id() >= distance) end = max_of(end, other);
+                }
+                end = max_of(end, last_end);
+                const uint32_t previous = __shfl_up_sync(0xffffffffu, end, 1);
+                begin = shape.round_up(lane_id() == 0 ? last_end : previous);
+                last_end = __shfl_sync(0xffffffffu, end, kWarp - 1);
+            }
+            const uint32_t blocks = group < shape.groups && end > begin ? ceil_div(end - begin, block_m) : 0;
+            uint32_t sum = blocks;
+#pragma unroll
+            for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
+                const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+                if (lane_id() >= distance) sum += other;
+            }
+            if (group < shape.groups) {
+                blocks_before[group] = before + sum - blocks;
+                ends[group] = end;
+            }
+            before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
+        }
+        if (lane_id() == 0) blocks_before[shape.groups] = before;
     }
-    const int32_t last = group == 0 ? 0 : max(__ldg(shape.group_data + group - 1), 0);
-    const int32_t end = max(__ldg(shape.group_data + group), 0);
-    const uint32_t begin = ceil_div(static_cast<uint32_t>(last), shape.alignment) * shape.alignment;
-    const uint32_t clamped = min_of(static_cast<uint32_t>(end), shape.m);
-    return {begin, begin < clamped ? clamped : begin};
-}
+
+    __device__ uint32_t begin(const Shape& shape, uint32_t group) const {
+        return shape.layout == kMasked || group == 0 ? 0 : shape.round_up(ends[group - 1]);
+    }
+};
 
 // One output tile: rows [row, row_end) are written, columns start at `column`.
 struct Tile {
@@ -56,10 +88,10 @@ struct Tile {
 template <uint32_t kBlockM, uint32_t kBlockN>
 class TileScheduler {
    public:
-    // `group_starts` (shared memory, groups + 1 entries) holds the row blocks before each group; used by the layouts that count.
-    __device__ TileScheduler(const Shape& shape, const uint32_t* group_starts)
-        : shape_(shape), group_starts_(group_starts), columns_(ceil_div(shape.n, kBlockN)), next_(blockIdx.x) {
-        row_blocks_ = shape.counts_rows() ? group_starts[shape.groups] : ceil_div(shape.m, kBlockM);
+    // `groups` is counted where the layout counts.
+    __device__ TileScheduler(const Shape& shape, const GroupTable& groups)
+        : shape_(shape), groups_(groups), columns_(ceil_div(shape.n, kBlockN)), next_(blockIdx.x) {
+        row_blocks_ = shape.counts_rows() ? groups.blocks_before[shape.groups] : ceil_div(shape.m, kBlockM);
     }
 
     __device__ bool next(Tile& tile) {
@@ -69,28 +101,6 @@ class TileScheduler {
             if (shape_.counts_rows() ? counted(index, tile) : listed(index, tile)) return true;
         }
         return false;
-    }
-
-    // Fills `group_starts` with one warp.
-    __device__ static void count(const Shape& shape, uint32_t* group_starts) {
-        uint32_t before = 0;
-        for (uint32_t first = 0; first < shape.groups; first += kWarp) {
-            const uint32_t group = first + lane_id();
-            uint32_t blocks = 0;
-            if (group < shape.groups) {
-                const Rows rows = rows_of_group(shape, group);
-                blocks = ceil_div(rows.end - rows.begin, kBlockM);
-            }
-            uint32_t sum = blocks;
-#pragma unroll
-            for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
-                const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-                if (lane_id() >= distance) sum += other;
-            }
-            if (group < shape.groups) group_starts[group] = before + sum - blocks;
-            before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
-        }
-        if (lane_id() == 0) group_starts[shape.groups] = before;
     }
 
    private:
@@ -118,13 +128,12 @@ class TileScheduler {
     }
 
     __device__ bool counted(uint32_t index, Tile& tile) {
-        while (index >= group_starts_[group_ + 1] * columns_) ++group_;
-        const uint32_t start = group_starts_[group_];
+        while (index >= groups_.blocks_before[group_ + 1] * columns_) ++group_;
+        const uint32_t before = groups_.blocks_before[group_];
         uint32_t row_block, column_block;
-        place(index - start * columns_, group_starts_[group_ + 1] - start, row_block, column_block);
-        const Rows rows = rows_of_group(shape_, group_);
-        tile.row = rows.begin + row_block * kBlockM;
-        tile.row_end = rows.end;
+        place(index - before * columns_, groups_.blocks_before[group_ + 1] - before, row_block, column_block);
+        tile.row = groups_.begin(shape_, group_) + row_block * kBlockM;
+        tile.row_end = groups_.ends[group_];
         tile.column = column_block * kBlockN;
         tile.group = group_;
         tile.a_group = shape_.layout == kMasked ? group_ : 0;
@@ -132,7 +141,7 @@ class TileScheduler {
     }
 
     const Shape& shape_;  // stays in constant memory
-    const uint32_t* group_starts_;
+    const GroupTable& groups_;
     uint32_t columns_;
     uint32_t row_blocks_;
     uint32_t next_;

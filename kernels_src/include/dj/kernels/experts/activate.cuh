@@ -77,8 +77,8 @@ __device__ inline void activate(const ActivateArguments& arguments) {
     if constexpr (kQuantize) {
         const float largest = largest_of<16>(values);
         if (!inside) return;
-        const float scale = arguments.static_scales ? __ldg(arguments.static_scales + arguments.pairs.expert(pair))
-                                                    : scale_of(largest, false);
+        const float scale =
+            arguments.static_scales ? __ldg(arguments.static_scales + arguments.pairs.expert(pair)) : scale_of(largest, false);
         store_quantized(static_cast<uint32_t*>(arguments.output) + at / 4, values, scale);
         if (threadIdx.x % 16 == 0) arguments.scales[column / 128 * arguments.scales_stride + row] = scale;
     } else if (inside) {

@@ -25,9 +25,10 @@ __device__ inline void combine(const CombineArguments& arguments) {
         const uint32_t pair = token * arguments.pairs.top_k + choice;
         const int32_t row = __ldg(arguments.pairs.rows + pair);
         if (row < 0) continue;  // of no expert: not read, so that what it holds never matters
-        const float weight = arguments.bf16_weights
-                                 ? __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(arguments.weights)[pair]) << 16)
-                                 : static_cast<const float*>(arguments.weights)[pair];
+        const float weight =
+            arguments.bf16_weights
+                ? __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(arguments.weights)[pair]) << 16)
+                : static_cast<const float*>(arguments.weights)[pair];
         float values[8];
         unpack_bf16(__ldg(reinterpret_cast<const uint4*>(arguments.input + row * arguments.input_stride + column)), values);
 #pragma unroll

@@ -18,9 +18,9 @@ constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kRouteWarps = kRouteThreads / kWarp;
 
 __device__ inline void route(const RouteArguments& arguments) {
-    __shared__ uint32_t next_row[kMaxExperts];               // of each expert; first its number of pairs
-    __shared__ uint16_t within[kRouteWarps][kMaxExperts];    // pairs of each warp of this round, then rows before them
-    __shared__ uint32_t round_row[kMaxExperts];              // next_row at the start of the round
+    __shared__ uint32_t next_row[kMaxExperts];             // of each expert; first its number of pairs
+    __shared__ uint16_t within[kRouteWarps][kMaxExperts];  // pairs of each warp of this round, then rows before them
+    __shared__ uint32_t round_row[kMaxExperts];            // next_row at the start of the round
     const uint32_t thread = threadIdx.x, warp = thread / kWarp;
     const auto expert_of = [&](uint32_t pair) {
         const int64_t expert = pair < arguments.pairs.count ? arguments.pairs.expert(pair) : -1;

@@ -257,8 +257,8 @@ def test_operands_on_two_gpus_are_a_context_mismatch(stray: str) -> None:
         given = {name: value.to("cuda:0") for name, value in operands("row_index").items() if isinstance(value, torch.Tensor)}
         given[stray] = given[stray].to("cuda:1")
         groups = checks.GroupData("m_indices", given.pop("m_indices"), per_row=True)
+        scales = given.pop("a_scale"), given.pop("b_scale")
         with pytest.raises(ContextMismatchError) as caught:
-            scales = given.pop("a_scale"), given.pop("b_scale")
             checks.check_gemm("grouped", **given, scales=scales, groups=groups)
     assert caught.value.belongs_to == "cuda:1"
     assert f"{stray} of grouped" in str(caught.value) and "cuda:0" in str(caught.value)

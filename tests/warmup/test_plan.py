@@ -20,6 +20,7 @@ from deepgemm_jit.spec import (
     GemmProblem,
     Layout,
     StepProblem,
+    arch_named,
     kernel_set,
     limits_of,
     select,

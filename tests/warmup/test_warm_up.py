@@ -35,7 +35,7 @@ def worker_pids(parent: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().decode()
-            state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, ppid = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if WORKER_MODULE in command and int(ppid) == parent and state != "Z":

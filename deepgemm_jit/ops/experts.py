@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from deepgemm_jit.ops import checks
-from deepgemm_jit.ops.launching import call_on, column_stride, empty_m_major, run, run_gemm
+from deepgemm_jit.ops.launching import call_on, column_stride, empty_m_major, kernel_for, run, run_gemm
 from deepgemm_jit.ops.library import define
 from deepgemm_jit.ops.weights import Activation, Experts
 from deepgemm_jit.runtime.steps import (
@@ -184,7 +184,7 @@ def _check(
     faults.look_at_size("hidden size", hidden_size, 8 if scale is None else 16)
     faults.look_at_rows("hidden", hidden, 8)
     faults.look_at_shape("topk_index", topk_index, (tokens, top_k), "(T, k)")
-    faults.look_at_shape("topk_weights", topk_weights, (tokens, top_k), "(T, k)")
+    faults.look_at_shape("topk_weights", topk_weights, tuple(topk_index.shape), "that of topk_index")
     if not 1 <= top_k <= MAX_TOP_K:
         faults.add(f"topk_index has k = {top_k}, needed: 1 to {MAX_TOP_K}")
     if not 1 <= experts <= MAX_EXPERTS:
@@ -228,7 +228,7 @@ def _grouped(
     variant = (N_MAJOR,) if n_major else (ROW_SCALES,) if row_scales else ()
     problem = GemmProblem(rows, out.shape[1], a.shape[1], experts, Layout.PREFIX_SUMS, alignment, (dtype, dtype, "bf16"), variant)
     scales = None if a_scale is None or scale is None else (a_scale, scale)
-    run_gemm(call, problem, a, weight, out, ends, scales)
+    run_gemm(call, kernel_for(call, problem), problem, a, weight, out, ends, scales)
 
 
 def _empty_rows(capacity: int, columns: int, device: torch.device, quantized: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
-from deepgemm_jit.ops.launching import call_on, run_gemm
+from deepgemm_jit.ops.launching import call_on, kernel_for, run_gemm
 from deepgemm_jit.ops.library import define
 from deepgemm_jit.ops.quant import as_m_major, transposed_bytes
 from deepgemm_jit.spec import N_MAJOR, GemmProblem, Layout
@@ -238,12 +238,13 @@ def _gemm(
     variant = (N_MAJOR,) if n_major and scales is None else ()
     problem = GemmProblem(rows, n, k, count, layout, alignment, _BF16 if scales is None else _FP8, variant)
     with call_on(a) as call:
+        kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
         if scales is not None:
             a_scale, b_scale = scales
             if n_major:
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
-        run_gemm(call, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
 
 
 def _fp8(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepgemm_jit.ops.checks import round_up
-from deepgemm_jit.runtime import GemmCall, Launch, Matrices, prepare_gemm
+from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
 from deepgemm_jit.spec import GemmProblem, KernelSpec, select
 
@@ -24,8 +24,14 @@ def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
     call.kernel(spec).launch(launch.grid, launch.block, call.stream, launch.params_pointer)
 
 
+def kernel_for(call: Call, problem: GemmProblem) -> LoadedKernel:
+    """Return the kernel that selection finds for ``problem``, built and loaded first if need be."""
+    return call.kernel(select(problem, call.limits))
+
+
 def run_gemm(
     call: Call,
+    kernel: LoadedKernel,
     problem: GemmProblem,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -33,8 +39,7 @@ def run_gemm(
     group_data: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Run the kernel that selection finds for ``problem``. A scales are M-major, and so are B scales of one per row."""
-    spec = select(problem, call.limits)
+    """Run a GEMM kernel on ``problem``. A scales are M-major, and so are B scales of one per row."""
     row_scales = bool(problem.variant) and scales is not None
     gemm = GemmCall(
         a=_matrices(a),
@@ -50,7 +55,8 @@ def run_gemm(
         a_scales=None if scales is None else _m_major(scales[0]),
         b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
     )
-    run(call, spec, prepare_gemm(spec, call.limits.sms, default_service().maps, gemm))
+    launch = prepare_gemm(kernel.spec, call.limits.sms, default_service().maps, gemm)
+    kernel.launch(launch.grid, launch.block, call.stream, launch.params_pointer)
 
 
 def column_stride(scales: torch.Tensor) -> int:

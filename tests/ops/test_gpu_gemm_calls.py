@@ -136,7 +136,6 @@ def test_no_rows_or_groups_launch_and_compile_nothing(what: str, monkeypatch: py
     b, grouped = random_b(N, K), random_b(3, N, K)
     no_data = torch.empty(0, dtype=torch.int32, device="cuda")
     monkeypatch.setattr("deepgemm_jit.ops.launching.default_service", refuse_to_launch)
-    monkeypatch.setattr("deepgemm_jit.ops.quant.default_service", refuse_to_launch)
     a = (torch.empty((0, K), device="cuda", dtype=E4M3), torch.empty((0, 9), device="cuda"))
     out = Output(5, N)
     if what == "dense":

@@ -26,7 +26,7 @@ from ops.reference import (
     used_rows,
 )
 
-from deepgemm_jit.ops.launching import call_on, run_gemm
+from deepgemm_jit.ops.launching import call_on, kernel_for, run_gemm
 from deepgemm_jit.spec import FP8_GEMM, ROW_SCALES, GemmProblem, KernelSpec, Layout, kernel_set
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,9 @@ def multiply(
     n, k = b.values.shape[-2:]
     problem = GemmProblem(rows, n, k, groups, layout, alignment, DTYPES, (ROW_SCALES,))
     with call_on(a.values) as call:
-        run_gemm(call, problem, a.values, b.values, out, group_data, (m_major(a.scales), m_major(b.scales)))
+        run_gemm(
+            call, kernel_for(call, problem), problem, a.values, b.values, out, group_data, (m_major(a.scales), m_major(b.scales))
+        )
 
 
 def check_dense(m: int, n: int, k: int) -> None:
@@ -176,5 +178,5 @@ def test_equal_scales_in_a_block_give_what_the_block_kernel_gives() -> None:
     multiply(a, b, out.tensor, Layout.DENSE, None, 300)
     with call_on(a.values) as call:
         problem = GemmProblem(300, 264, 1040)
-        run_gemm(call, problem, a.values, b.values, other.tensor, None, (m_major(a.scales), blocks))
+        run_gemm(call, kernel_for(call, problem), problem, a.values, b.values, other.tensor, None, (m_major(a.scales), blocks))
     assert_close(out.tensor, other.tensor.double(), "row scales against block scales")

@@ -24,6 +24,8 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BLOCK = 32
+NOISE = 2.0**-5
+"""Relative, on what every layer gives: some 30 times what another order of summation moves it by."""
 
 # --- weights
 
@@ -304,3 +306,34 @@ def float64_experts(
         result = result.to(BF16).double() if rounded else result
         out.index_add_(0, rows, result * weights[rows, place, None].double())
     return out
+
+
+# --- tokens
+
+
+def random_prompts(device: Any = "cpu", count: int = 64) -> torch.Tensor:
+    return torch.randint(1, 256, (count, 5), device=device)
+
+
+def greedy(model: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
+    """Return prompts with the four tokens that follow."""
+    with torch.no_grad():
+        return model.generate(prompt, max_new_tokens=4, do_sample=False).cpu()
+
+
+def decided_tokens(model: nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a peer's tokens, and which prompts are given the same ones when every layer is a little off.
+
+    Where two experts or two tokens are nearly as good, another order of summation decides between them: such a prompt tells
+    nothing about a forward.
+    """
+    tokens = greedy(model, prompt)
+    decided = torch.ones(len(prompt), dtype=torch.bool)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) or "down_proj" in module._parameters]
+    for _ in range(3):
+        handles = [layer.register_forward_hook(lambda _m, _x, out: out * (1 + NOISE * torch.randn_like(out))) for layer in layers]
+        decided &= (greedy(model, prompt) == tokens).all(1)
+        for handle in handles:
+            handle.remove()
+    assert decided.any(), "the peer decides nothing"
+    return tokens, decided

@@ -32,8 +32,6 @@ BF16 = torch.bfloat16
 AS_GOOD_AS_TORCH = 1.05
 AS_GOOD_OF_FEW = 1.5
 """Of one token: a few hundred numbers do not average out."""
-NOISE = 2.0**-9
-"""Relative, on what every layer gives: more than another order of summation moves it by."""
 ACTIVATIONS = ("dynamic", "static")
 
 
@@ -113,35 +111,6 @@ def assert_layers_are_right(seen: Seen) -> None:
             assert_close(out.flatten(0, -2), x @ wide.T, name)
 
 
-def greedy(model: nn.Module, prompt: torch.Tensor, tokens: int = 6) -> torch.Tensor:
-    with torch.no_grad():
-        return model.generate(prompt, max_new_tokens=tokens, do_sample=False).cpu()
-
-
-def decided_tokens(model: nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a peer's tokens, and which prompts give the same ones when every layer is a little off.
-
-    Where two experts or two tokens are nearly as good, another order of summation decides between them: such a prompt tells
-    nothing about a forward.
-    """
-    tokens = greedy(model, prompt)
-    decided = torch.ones(len(prompt), dtype=torch.bool)
-    layers = [
-        module for module in model.modules() if isinstance(module, (nn.Linear, fp8.FP8Experts)) or hasattr(module, "down_proj")
-    ]
-    for _ in range(3):
-        handles = [layer.register_forward_hook(lambda _m, _x, out: out * (1 + NOISE * torch.randn_like(out))) for layer in layers]
-        decided &= (greedy(model, prompt) == tokens).all(1)
-        for handle in handles:
-            handle.remove()
-    assert int(decided.sum()) >= 3, "the peer decides too little"
-    return tokens, decided
-
-
-def prompts(device: Any = "cuda") -> torch.Tensor:
-    return torch.randint(0, 256, (64, 9), device=device)
-
-
 # --- one GPU
 
 
@@ -174,13 +143,13 @@ def test_an_index_of_another_rank_contributes_nothing() -> None:
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("kind", peers.MODELS)
 def test_a_model_is_right_layer_by_layer_and_gives_the_tokens_of_the_eager_peer(kind: str, activations: str) -> None:
-    model, prompt = peers.fp8_model(kind, "cuda", scheme=activations), prompts()
+    model, prompt = peers.fp8_model(kind, "cuda", scheme=activations), peers.random_prompts("cuda")
     with peers.eager_peer(dynamic=True):
-        theirs, decided = decided_tokens(model, prompt)
+        theirs, decided = peers.decided_tokens(model, prompt)
     model.set_experts_implementation(integration.NAME)
     with integration.accelerate_linears(model) as done:
         assert done.skipped == {}
-        tokens = greedy(model, prompt)
+        tokens = peers.greedy(model, prompt)
         with watched(model) as seen, torch.no_grad():
             model(prompt)
     assert torch.equal(tokens[decided], theirs[decided])
@@ -201,7 +170,7 @@ def test_from_pretrained_runs_with_the_name(kind: str, tmp_path: Any) -> None:
         experts_implementation=integration.NAME,
     )
     with integration.accelerate_linears(model), watched(model) as seen, torch.no_grad():
-        logits = model(prompts()).logits
+        logits = model(peers.random_prompts("cuda")).logits
     assert logits.isfinite().all()
     assert [m for _, m, _, _ in seen if isinstance(m, fp8.FP8Experts)]
     assert_layers_are_right(seen)
@@ -212,10 +181,10 @@ def test_from_pretrained_runs_with_the_name(kind: str, tmp_path: Any) -> None:
 def test_a_bf16_model_gives_the_tokens_of_transformers_own_experts(kind: str) -> None:
     make, config_for = peers.MODELS[kind]
     model = make(config_for(experts_implementation="eager")).to(BF16).cuda().eval().requires_grad_(False)
-    prompt = prompts()
-    theirs, decided = decided_tokens(model, prompt)
+    prompt = peers.random_prompts("cuda")
+    theirs, decided = peers.decided_tokens(model, prompt)
     model.set_experts_implementation(integration.NAME)
-    assert torch.equal(greedy(model, prompt)[decided], theirs[decided])
+    assert torch.equal(peers.greedy(model, prompt)[decided], theirs[decided])
 
 
 @pytest.mark.gpu
@@ -251,7 +220,7 @@ def test_compiled_linears_are_one_graph_for_any_number_of_rows(activations: str)
 
 @pytest.mark.gpu
 def test_a_whole_model_compiles_to_one_graph() -> None:
-    model, prompt = peers.fp8_model("qwen3_moe", "cuda"), prompts()
+    model, prompt = peers.fp8_model("qwen3_moe", "cuda"), peers.random_prompts("cuda")
     model.set_experts_implementation(integration.NAME)
     with integration.accelerate_linears(model), torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -335,11 +304,11 @@ def test_a_model_over_two_gpus_gives_the_tokens_and_layers_of_one(kind: str, act
     model.set_experts_implementation(integration.NAME)
     models = {devices: spread(model, devices) for devices in ((0, 0), (1, 1), (0, 1), (1, 0))}
     assert any(module._deepgemm_disabled for module in models[0, 1].modules() if isinstance(module, fp8.FP8Experts))
-    prompt = prompts("cpu")
+    prompt = peers.random_prompts()
     results = {}
     for devices, twin in models.items():
         integration.accelerate_linears(twin)
-        tokens = greedy(twin, prompt.to(devices[0]))
+        tokens = peers.greedy(twin, prompt.to(devices[0]))
         with watched(twin) as seen, torch.no_grad():
             twin(prompt.to(devices[0]))
         if devices == (0, 1):
@@ -362,7 +331,7 @@ def test_two_hundred_forwards_alternate_between_gpus(activations: str) -> None:
     models = [(devices[0], spread(model, devices)) for devices in ((0, 0), (0, 1), (1, 1), (1, 0))]
     for _, twin in models:
         integration.accelerate_linears(twin)
-    prompt = prompts("cpu")
+    prompt = peers.random_prompts()
     with torch.no_grad():
         first = model_logits(models[0], prompt)
         differing = [i for i in range(200) if not torch.equal(model_logits(models[i % 4], prompt), first)]

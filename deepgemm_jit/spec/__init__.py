@@ -14,7 +14,7 @@ from deepgemm_jit.spec.kernel import (
     TRANSPOSE,
     KernelSpec,
 )
-from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name
+from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
 from deepgemm_jit.spec.problem import (
     ARCHES,
     GemmProblem,
@@ -56,5 +56,6 @@ __all__ = [
     "kernels_by_name",
     "limits_of",
     "reachable",
+    "require_member",
     "select",
 ]

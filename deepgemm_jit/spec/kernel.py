@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from deepgemm_jit.errors import OperandError
+from deepgemm_jit.spec.shown import shown
 
 FP8_GEMM = "fp8_gemm_1d2d"
 BF16_GEMM = "bf16_gemm"
@@ -22,7 +23,21 @@ ROW_SCALES = "row_scales"
 N_MAJOR = "n_major"
 """Flag of BF16 GEMMs: B lies (K, N)."""
 
+_BLOCK_SIZES = {
+    FP8_GEMM: 3,
+    BF16_GEMM: 3,
+    CAST_TO_FP8: 1,
+    SCALE_LAYOUT: 2,
+    TRANSPOSE: 2,
+    ROUTE: 1,
+    GATHER: 1,
+    ACTIVATE: 1,
+    COMBINE: 1,
+}
 _WORD = re.compile(r"[a-z][a-z0-9_]*\Z")
+_NUMBER_LIMIT = 2**31
+_MOST_TEXT = 400
+"""Characters of a wrong spec text that a message shows: more than any right one has."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,21 +66,28 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{what} {word!r} must be lower-case letters, digits and underscores"
+            f"{what} {shown(word)} must be lower-case letters, digits and underscores"
             for what, words in (("family", (self.family,)), ("arch", (self.arch,)), ("dtype", self.dtypes), ("flag", self.flags))
-            for word in words
+            for word in (words if isinstance(words, tuple) else ())
             if not isinstance(word, str) or not _WORD.match(word)
         ]
-        faults.extend(f"{what} must not be empty" for what in ("dtypes", "block") if not getattr(self, what))
-        if list(self.flags) != sorted(set(self.flags)):
-            faults.append(f"flags {self.flags!r} must be sorted and different")
+        tuples = {"dtypes": self.dtypes, "block": self.block, "flags": self.flags}
+        faults.extend(f"{what} {shown(parts)} must be a tuple" for what, parts in tuples.items() if not isinstance(parts, tuple))
+        faults.extend(f"{what} must not be empty" for what in ("dtypes", "block") if tuples[what] == ())
+        block = self.block if isinstance(self.block, tuple) else ()
         for what, number, least in (
             ("stages", self.stages, 0),
             ("cluster", self.cluster, 1),
-            *(("block", b, 1) for b in self.block),
+            *(("block", size, 1) for size in block),
         ):
-            if type(number) is not int or number < least:
-                faults.append(f"{what} {number!r} must be a whole number of at least {least}")
+            if type(number) is not int or not least <= number < _NUMBER_LIMIT:
+                faults.append(f"{what} {shown(number)} must be a whole number of at least {least} and below 2^31")
+        if not faults:
+            if list(self.flags) != sorted(set(self.flags)):
+                faults.append(f"flags {shown(self.flags)} must be sorted and different")
+            sizes = _BLOCK_SIZES.get(self.family, len(block))
+            if len(block) != sizes:
+                faults.append(f"block {shown(block)} must have {sizes} sizes, as those of {self.family} have")
         if faults:
             raise OperandError(operation="KernelSpec", faults=faults)
 
@@ -101,6 +123,9 @@ class KernelSpec:
         Raises:
             OperandError: the text is not one that :attr:`text` gives.
         """
+        faults = [f"{shown(text, _MOST_TEXT)} is not the canonical text of a spec"]
+        if not isinstance(text, str):
+            raise OperandError(operation="KernelSpec.from_text", faults=faults)
         try:
             _, values = zip(*(part.split("=", 1) for part in text.split(";")), strict=True)
             family, arch, dtypes, block, stages, cluster, flags = values
@@ -115,6 +140,6 @@ class KernelSpec:
             )
             if spec.text == text:
                 return spec
-        except (ValueError, AttributeError):
+        except ValueError:
             pass
-        raise OperandError(operation="KernelSpec.from_text", faults=[f"{text!r} is not the canonical text of a spec"])
+        raise OperandError(operation="KernelSpec.from_text", faults=faults)

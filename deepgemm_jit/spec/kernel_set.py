@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec.kernel import (
     ACTIVATE,
     BF16_GEMM,
@@ -19,6 +20,7 @@ from deepgemm_jit.spec.kernel import (
     KernelSpec,
 )
 from deepgemm_jit.spec.problem import arch_named
+from deepgemm_jit.spec.shown import shown
 
 BLOCK_K_BYTES = 128
 """Of K in one stage: one row of the 128-byte swizzle, and for FP8 one column of scales."""
@@ -90,13 +92,17 @@ def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int,
     return 1024 + stages * stage + strips + _BARRIER_BYTES + _GROUP_TABLE_BYTES
 
 
-@cache
 def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
     """Return every kernel of ``arch``, sorted.
 
     Raises:
         UnsupportedError: there are no kernels for this arch.
     """
+    return _kernel_set(arch_named(arch).name)  # looked at before it is hashed
+
+
+@cache
+def _kernel_set(arch: str) -> tuple[KernelSpec, ...]:
     shared_memory_bytes = arch_named(arch).shared_memory_bytes
     gemms = (
         _gemm(arch, family, flags, tile, shared_memory_bytes) for (family, flags), tiles in GEMM_TILES.items() for tile in tiles
@@ -105,10 +111,31 @@ def kernel_set(arch: str) -> tuple[KernelSpec, ...]:
     return tuple(sorted((*gemms, *steps)))
 
 
-@cache
 def kernels_by_name(arch: str) -> dict[str, KernelSpec]:
-    """Return the kernel set of ``arch`` by name."""
+    """Return the kernel set of ``arch`` by name; raises as :func:`kernel_set`."""
     return {spec.name: spec for spec in kernel_set(arch)}
+
+
+def require_member(spec: KernelSpec) -> None:
+    """Refuse a spec that selection can never return: nothing else has a source that is known to compile and to be right.
+
+    Raises:
+        OperandError: it is no spec.
+        UnsupportedError: it is in no kernel set; names the set of its arch.
+    """
+    if not isinstance(spec, KernelSpec):
+        raise OperandError(operation="require_member", faults=[f"spec is {shown(spec)}, needed: a KernelSpec"])
+    if spec not in _members(arch_named(spec.arch).name):
+        raise UnsupportedError(
+            given=f"kernel {shown(spec.text, 400)}",
+            supported=f"the {len(kernel_set(spec.arch))} kernels of kernel_set({spec.arch!r})",
+            advice=f"Ask select for the one that serves a problem; deepgemm-jit kernels --arch {spec.arch} lists them all",
+        )
+
+
+@cache
+def _members(arch: str) -> frozenset[KernelSpec]:
+    return frozenset(_kernel_set(arch))
 
 
 def _gemm(arch: str, family: str, flags: tuple[str, ...], tile: tuple[int, int], shared_memory_bytes: int) -> KernelSpec:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.spec.shown import shown
 
 
 class Layout(Enum):
@@ -97,9 +98,9 @@ def arch_named(name: str) -> Arch:
     Raises:
         UnsupportedError: there are no kernels for it; names those there are.
     """
-    arch = ARCHES.get(name)
+    arch = ARCHES.get(name) if isinstance(name, str) else None
     if arch is None:
-        raise UnsupportedError(given=f"arch {name!r}", supported=", ".join(ARCHES), advice=_arch_advice(name))
+        raise UnsupportedError(given=f"arch {shown(name)}", supported=", ".join(ARCHES), advice=_arch_advice(name))
     return arch
 
 
@@ -124,6 +125,8 @@ def limits_of(arch: str, sms: int | None = None) -> Limits:
     return Limits(arch, known.max_sms if sms is None else sms, known.shared_memory_bytes)
 
 
-def _arch_advice(name: str) -> str:
+def _arch_advice(name: object) -> str:
+    if not isinstance(name, str):
+        return "An arch is named by a string"
     near = [known for known in ARCHES if name.rstrip("af") == known.rstrip("af")]
     return f"Did you mean {near[0]}? Its kernels need the arch-specific suffix" if near else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec
 from deepgemm_jit.spec.kernel_set import (
     GEMM_DTYPES,
@@ -17,7 +17,8 @@ from deepgemm_jit.spec.kernel_set import (
     is_gemm,
     kernel_set,
 )
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, arch_named, limits_of
+from deepgemm_jit.spec.shown import shown
 
 _SIZE_LIMIT = 2**31
 """Coordinates of the copy engine are signed 32-bit numbers."""
@@ -26,23 +27,35 @@ _K_STEPS = {FP8_GEMM: 16, BF16_GEMM: 8}
 """Elements that are 16 bytes: what the copy engine wants rows to be a multiple of."""
 
 
-@lru_cache(maxsize=65536)
 def select(problem: Problem, limits: Limits) -> KernelSpec:
     """Return the kernel that serves ``problem`` on a device with ``limits``: always a member of ``kernel_set(limits.arch)``.
 
     Raises:
         UnsupportedError: no kernel serves it; the text says what would work.
+        OperandError: a problem or limits of other types than theirs.
     """
+    try:
+        return _select(problem, limits)
+    except TypeError:  # what cannot be hashed: only a call that fails pays for looking
+        _refuse_types(problem, limits)
+        if isinstance(problem, GemmProblem):
+            _refuse(problem)
+        raise
+
+
+@lru_cache(maxsize=65536)
+def _select(problem: Problem, limits: Limits) -> KernelSpec:
+    _refuse_types(problem, limits)
     if isinstance(problem, StepProblem):
         return _step(problem, limits.arch)
     _refuse(problem)
     if limits.sms < 1:
-        raise UnsupportedError(given=f"a device of {limits.sms} SMs", supported="at least 1 SM")
+        raise UnsupportedError(given=f"a device of {shown(limits.sms)} SMs", supported="at least 1 SM")
     candidates = _candidates(problem, limits.arch)
     fitting = [c for c in candidates if dynamic_shared_memory_bytes(c.spec) <= limits.shared_memory_bytes]
     if not fitting:
         least = min(dynamic_shared_memory_bytes(candidate.spec) for candidate in candidates)
-        given = f"a device of {limits.shared_memory_bytes} bytes of shared memory per block"
+        given = f"a device of {shown(limits.shared_memory_bytes)} bytes of shared memory per block"
         raise UnsupportedError(given=given, supported=f"at least {least} bytes")
     return _fastest(fitting, problem.m, limits.sms)
 
@@ -53,6 +66,7 @@ def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[in
     Complete, because selection sees M only through the rows of tiles, which are multiples of 64, and no M above the settled one:
     so it can change only at the M looked at here.
     """
+    _refuse_types(problem, limits_of(arch))
     _refuse(problem)
     candidates = _candidates(problem, arch)
     firsts = range(1, min(max_m, _SETTLED_M) + 1, 64)
@@ -133,6 +147,47 @@ def _step(problem: StepProblem, arch: str) -> KernelSpec:
     )
 
 
+def _refuse_types(problem: object, limits: object) -> None:
+    """Refuse what is no problem or no limits; the sizes of a GEMM are looked at with their ranges."""
+    faults = _problem_faults(problem)
+    if isinstance(limits, Limits):
+        faults.extend(
+            f"{name} of the limits is {shown(value)}, needed: a whole number"
+            for name, value in (("sms", limits.sms), ("shared_memory_bytes", limits.shared_memory_bytes))
+            if not isinstance(value, int)
+        )
+    else:
+        faults.append(f"limits is {shown(limits)}, needed: Limits, for example those of limits_of")
+    if faults:
+        raise OperandError(operation="select", faults=faults)
+    if isinstance(limits, Limits):
+        arch_named(limits.arch)
+
+
+def _problem_faults(problem: object) -> list[str]:
+    # (name, value, whether it is of its type, what is needed)
+    looked_at: tuple[tuple[str, object, bool, str], ...]
+    if isinstance(problem, GemmProblem):
+        three = _are_words(problem.dtypes) and len(problem.dtypes) == 3
+        looked_at = (
+            ("layout", problem.layout, isinstance(problem.layout, Layout), "a Layout"),
+            ("dtypes", problem.dtypes, three, "a tuple of the names of three dtypes, of A, B and D"),
+            ("variant", problem.variant, _are_words(problem.variant), "a tuple of the flags of kernels"),
+        )
+    elif isinstance(problem, StepProblem):
+        looked_at = (
+            ("family", problem.family, isinstance(problem.family, str), "the name of a family"),
+            ("dtypes", problem.dtypes, _are_words(problem.dtypes), "a tuple of the names of dtypes"),
+        )
+    else:
+        looked_at = (("problem", problem, False, "a GemmProblem or a StepProblem"),)
+    return [f"{name} is {shown(value)}, needed: {needed}" for name, value, right, needed in looked_at if not right]
+
+
+def _are_words(words: object) -> bool:
+    return isinstance(words, tuple) and all(isinstance(word, str) for word in words)
+
+
 def _refuse(problem: GemmProblem) -> None:
     if problem.dtypes not in GEMM_DTYPES.values():
         raise UnsupportedError(
@@ -158,29 +213,29 @@ def _refuse_sizes(problem: GemmProblem, k_step: int) -> None:
         "groups": problem.groups,
         "alignment": problem.alignment,
     }
-    faults.extend(f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int))
+    faults.extend(f"{name} = {shown(value)}" for name, value in sizes.items() if not isinstance(value, int))
     if faults:
         raise UnsupportedError(given=", ".join(faults), supported="whole numbers")
     for name, size in sizes.items():
         if isinstance(size, int) and size >= _SIZE_LIMIT:
-            faults.append(f"{name} = {size}")
+            faults.append(f"{name} = {shown(size)}")
             advice.append(f"{name} below 2^31")
     if problem.m < 0 and problem.layout is not Layout.MASKED:
-        faults.append(f"M = {problem.m}")
+        faults.append(f"M = {shown(problem.m)}")
         advice.append("M of at least 0")
     for name, value, step in (("N", problem.n, 8), ("K", problem.k, k_step)):
-        if value < step or value % step:
-            faults.append(f"{name} = {value}")
+        if value < _SIZE_LIMIT and (value < step or value % step):
+            faults.append(f"{name} = {shown(value)}")
             lower, upper = value // step * step, (value // step + 1) * step if value >= 0 else step
             advice.append(f"nearest {name}: {f'{lower} or ' if lower > 0 else ''}{upper}")
     if problem.layout is Layout.DENSE and problem.groups != 1:
-        faults.append(f"{problem.groups} groups of a dense layout")
+        faults.append(f"{shown(problem.groups)} groups of a dense layout")
         advice.append("one group, or a grouped layout")
     if problem.groups < 1 or (problem.groups > MAX_GROUPS and problem.layout is not Layout.CONTIGUOUS):
-        faults.append(f"{problem.groups} groups")
+        faults.append(f"{shown(problem.groups)} groups")
         advice.append(f"1 to {MAX_GROUPS} groups, or a row index, which has no limit")
     if problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) and (problem.alignment < 64 or problem.alignment % 64):
-        faults.append(f"alignment {problem.alignment}")
+        faults.append(f"alignment {shown(problem.alignment)}")
         advice.append("align groups to 64 or 128 rows")
     if faults:
         raise UnsupportedError(

@@ -27,13 +27,14 @@ specs = st.builds(
     flags=st.sets(words, max_size=3).map(lambda flags: tuple(sorted(flags))),
 )
 # What a kernel set may hold: a family has its own number of dtypes, and no flag reads like stages or a cluster.
-shipped_specs = st.sampled_from([(FP8_GEMM, 3), (CAST_TO_FP8, 2), (SCALE_LAYOUT, 1)]).flatmap(
+# (family, dtypes, block sizes)
+shipped_specs = st.sampled_from([(FP8_GEMM, 3, 3), (CAST_TO_FP8, 2, 1), (SCALE_LAYOUT, 1, 2)]).flatmap(
     lambda family: st.builds(
         KernelSpec,
         family=st.just(family[0]),
         arch=st.sampled_from(["sm_89", "sm_90", "sm_90a", "sm_100a"]),
         dtypes=st.tuples(*[st.sampled_from(["e4m3", "e5m2", "bf16", "f32"])] * family[1]),
-        block=st.lists(st.integers(1, 256), min_size=1, max_size=3).map(tuple),
+        block=st.tuples(*[st.integers(1, 256)] * family[2]),
         stages=st.integers(0, 8),
         cluster=st.integers(1, 4),
         flags=st.sets(st.sampled_from(["ue8m0", "swap_ab", "masked"])).map(lambda flags: tuple(sorted(flags))),
@@ -97,6 +98,23 @@ def test_any_other_text_is_refused_and_shown(text: str) -> None:
     assert repr(text) in str(refusal.value)
 
 
+@pytest.mark.parametrize("given", [None, 5, b"family=a", ["family=a"], {}], ids=repr)
+def test_what_is_no_text_is_refused_and_shown(given: Any) -> None:
+    with pytest.raises(OperandError) as refusal:
+        KernelSpec.from_text(given)
+    assert repr(given) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 100_000, KernelSpec(**VALID).text.replace("64x64", "9" * 5000), "\x1b[31m\0\udcff\n\u202e"]
+)
+def test_a_refusal_of_a_text_is_short_and_printable(text: str) -> None:
+    with pytest.raises(OperandError) as refusal:
+        KernelSpec.from_text(text)
+    assert len(str(refusal.value)) < 500
+    assert str(refusal.value).isprintable()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -115,11 +133,30 @@ def test_any_other_text_is_refused_and_shown(text: str) -> None:
         ("cluster", 0),
         ("flags", ("b", "a")),
         ("flags", ("a", "a")),
+        *((field, value) for field in ("dtypes", "block", "flags") for value in (None, "e4m3", 64, ["e4m3"], {"e4m3"}, b"e4m3")),
+        ("family", None),
+        ("family", ["fp8_gemm_1d2d"]),
+        ("dtypes", (["e4m3"],)),
+        ("flags", (None,)),
+        ("flags", ("a", ["b"])),
+        ("stages", None),
+        ("block", (64, 64, 2**31)),
+        ("block", (64, 64, 10**5000)),
+        ("cluster", 2**31),
     ],
 )
 def test_a_field_that_means_nothing_is_refused(field: str, value: object) -> None:
     with pytest.raises(OperandError):
         KernelSpec(**{**VALID, field: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [(FP8_GEMM, (64, 64)), (FP8_GEMM, (64, 64, 128, 1)), (CAST_TO_FP8, (128, 128)), (SCALE_LAYOUT, (64,))],
+)
+def test_a_block_of_more_or_fewer_sizes_than_those_of_its_family_is_refused(family: str, block: tuple[int, ...]) -> None:
+    with pytest.raises(OperandError, match=f"as those of {family}"):
+        KernelSpec(**{**VALID, "family": family, "block": block})
 
 
 def test_all_faults_of_a_spec_are_listed_at_once() -> None:

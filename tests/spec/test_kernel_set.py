@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.spec import ARCHES, FP8_GEMM, KernelSpec, arch_named, arch_of, kernel_set, limits_of
-from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes, threads
+from deepgemm_jit.errors import OperandError, UnsupportedError
+from deepgemm_jit.spec import (
+    ARCHES,
+    FP8_GEMM,
+    KernelSpec,
+    arch_named,
+    arch_of,
+    kernel_set,
+    kernels_by_name,
+    limits_of,
+    require_member,
+)
+from deepgemm_jit.spec.kernel_set import _kernel_set, dynamic_shared_memory_bytes, threads
 
 pytestmark = [pytest.mark.none, pytest.mark.parametrize("arch", ARCHES)]
 
@@ -26,7 +38,7 @@ def _gemms(arch: str) -> list[KernelSpec]:
 def test_the_set_is_ordered_without_repeats_and_the_same_each_time(arch: str) -> None:
     kernels = kernel_set(arch)
     assert list(kernels) == sorted(set(kernels))
-    kernel_set.cache_clear()
+    _kernel_set.cache_clear()
     assert kernel_set(arch) == kernels
 
 
@@ -89,3 +101,41 @@ def test_an_unlisted_compute_capability_is_no_not_yes(arch: str, capability: tup
         arch_of(capability)
     assert ".".join(map(str, capability)) in refusal.value.given
     assert arch in refusal.value.supported
+
+
+@pytest.mark.parametrize("given", [None, 5, True, 1.5, b"sm_90a", ["sm_90a"], {"sm_90a"}, ("sm_90a",)], ids=repr)
+@pytest.mark.parametrize("look_up", [kernel_set, kernels_by_name, limits_of, arch_named])
+def test_what_is_no_arch_is_refused_shown_and_the_known_ones_are_named(
+    arch: str, look_up: Callable[[Any], Any], given: Any
+) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        look_up(given)
+    assert repr(given) in refusal.value.given
+    assert arch in refusal.value.supported
+
+
+def test_members_are_the_kernels_of_the_set_however_they_were_made(arch: str) -> None:
+    for spec in kernel_set(arch):
+        require_member(KernelSpec.from_text(spec.text))
+
+
+@pytest.mark.parametrize(
+    "change", [{"stages": 1}, {"cluster": 2}, {"flags": ("fast",)}, {"block": (64, 72, 128)}, {"dtypes": ("e5m2",)}]
+)
+def test_a_kernel_outside_of_the_set_is_refused_with_the_name_of_the_set(arch: str, change: dict[str, Any]) -> None:
+    spec = replace(_gemms(arch)[0], **change)
+    with pytest.raises(UnsupportedError) as refusal:
+        require_member(spec)
+    assert spec.text in refusal.value.given
+    assert f"kernel_set('{arch}')" in refusal.value.supported
+
+
+def test_a_kernel_of_an_arch_without_a_set_is_refused(arch: str) -> None:
+    with pytest.raises(UnsupportedError, match=arch):
+        require_member(replace(_gemms(arch)[0], arch="sm_80"))
+
+
+@pytest.mark.parametrize("given", [None, "sm_90a_route_i32_1024", [], 5], ids=repr)
+def test_what_is_no_spec_is_no_member(arch: str, given: Any) -> None:
+    with pytest.raises(OperandError, match="needed: a KernelSpec"):
+        require_member(given)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
     BF16_GEMM,
     CAST_TO_FP8,
@@ -130,11 +131,53 @@ def test_random_sizes_are_served_or_refused_with_sizes_that_are_served() -> None
     assert 0 < refused < 5000
 
 
-@pytest.mark.parametrize("size", ["128", 100.5, None, (128,)])
+@pytest.mark.parametrize("size", ["128", 100.5, None, (128,), [128], {}])
 @pytest.mark.parametrize("field", ["m", "n", "k", "groups", "alignment"])
-def test_a_size_that_is_no_whole_number_is_refused(field: str, size: object) -> None:
+def test_a_size_that_is_no_whole_number_is_refused(field: str, size: Any) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(repr(size))):
         select(replace(GemmProblem(m=128, n=128, k=128), **{field: size}), _limits())
+
+
+@pytest.mark.parametrize("size", [2**31, 2**63, 10**5000], ids=["2^31", "2^63", "5001 digits"])
+@pytest.mark.parametrize("field", ["m", "n", "k", "groups", "alignment"])
+def test_a_size_beyond_31_bits_is_refused(field: str, size: Any) -> None:
+    problem = GemmProblem(m=128, n=128, k=128, groups=2, layout=Layout.CONTIGUOUS)
+    with pytest.raises(UnsupportedError, match=f"{field if field in ('groups', 'alignment') else field.upper()} below 2"):
+        select(replace(problem, **{field: size}), _limits())
+
+
+VALID = GemmProblem(m=128, n=128, k=128)
+
+
+@pytest.mark.parametrize(
+    ("problem", "limits", "faults"),
+    [
+        (None, None, ["problem is None", "limits is None"]),
+        ([], {}, ["problem is []", "limits is {}"]),
+        (VALID, "sm_90a", ["limits is 'sm_90a'"]),
+        (replace(VALID, dtypes=["e4m3"] * 3), _limits(), ["dtypes is ['e4m3', 'e4m3', 'e4m3']"]),  # type: ignore[arg-type]
+        (replace(VALID, dtypes=None), None, ["dtypes is None", "limits is None"]),  # type: ignore[arg-type]
+        (replace(VALID, layout=0, variant="row_scales"), _limits(), ["layout is 0", "variant is 'row_scales'"]),  # type: ignore[arg-type]
+        (StepProblem([], ("f32",)), _limits(), ["family is []"]),  # type: ignore[arg-type]
+        (StepProblem(SCALE_LAYOUT, (1,)), _limits(), ["dtypes is (1,)"]),  # type: ignore[arg-type]
+        (VALID, Limits(ARCH, [1], "1"), ["sms of the limits is [1]", "shared_memory_bytes of the limits is '1'"]),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_problem_or_no_limits_is_refused_hashable_or_not(problem: Any, limits: Any, faults: list[str]) -> None:
+    with pytest.raises(OperandError) as refusal:
+        select(problem, limits)
+    assert [fault for fault in faults if fault not in str(refusal.value)] == []
+    assert len(refusal.value.faults) == len(faults)
+
+
+def test_limits_of_an_arch_that_is_no_name_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sm_90a"):
+        select(VALID, Limits([ARCH], 132, 1))  # type: ignore[arg-type]
+
+
+def test_a_plan_of_no_problem_is_refused() -> None:
+    with pytest.raises(OperandError, match="problem is None"):
+        reachable(None, 128, ARCH, (132,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("m", [0, -1, -5])

@@ -20,6 +20,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, FineGrainedFP8
 from transformers.integrations import finegrained_fp8 as fp8
 from transformers.integrations.moe import use_experts_implementation
 
+from deepgemm_jit.ops.weights import Experts
+
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -67,6 +69,14 @@ def _power_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 # --- models
+
+
+class Softcapped(fp8.FP8Experts):
+    """A class with a gate of its own."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.tanh(gate / 2) * 2 * up
 
 
 def fill(model: nn.Module, device: Any = "cpu") -> nn.Module:
@@ -306,6 +316,35 @@ def float64_experts(
         result = result.to(BF16).double() if rounded else result
         out.index_add_(0, rows, result * weights[rows, place, None].double())
     return out
+
+
+def experts_on_floats(hidden: Any, index: Any, weights: Any, experts: Experts) -> torch.Tensor:
+    """Do what `ops.fp8_experts` does with prepared experts, on dequantized weights in float64."""
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    for expert in range(experts.count):
+        rows, place = torch.where(index == expert)
+        x: Any = hidden[rows]
+        for projection in (experts.gate_up, experts.down):
+            static = None if projection.activation_scale is None else projection.activation_scale[expert]
+            block = (128, 128) if projection.scale_kind == "block" else (1, 128)
+            wide = dequantized(projection.weight[expert], projection.scale[expert], block, torch.float64)
+            x = (quantized(x, static, dynamic=False) @ wide.T).to(BF16)
+            if projection is experts.gate_up:
+                x = _activated(x, experts)
+        out.index_add_(0, rows, x.double() * weights[rows, place, None].double())
+    return out.to(hidden.dtype)
+
+
+def _activated(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    kind, limit, alpha, callback = experts.activation
+    if kind == "callback":
+        return callback(x)
+    if not experts.gated:
+        return nn.functional.silu(x)
+    gate, up = x.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate) if alpha is not None else nn.functional.silu(gate) * up
 
 
 # --- tokens

@@ -20,7 +20,6 @@ from ops.reference import assert_close, relative_error
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import finegrained_fp8 as fp8
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from deepgemm_jit.errors import ContextMismatchError
 from deepgemm_jit.integrations import linears
@@ -35,14 +34,6 @@ AS_GOOD_OF_FEW = 1.5
 ACTIVATIONS = ("dynamic", "static")
 
 
-class Softcapped(fp8.FP8Experts):
-    """A class with a gate of its own."""
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.tanh(gate / 2) * 2 * up
-
-
 SCHEMES: dict[str, dict[str, Any]] = {
     "block_128_128": {},
     "block_1_128": {"block": (1, 128)},
@@ -51,17 +42,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp4": {"scale_fmt": "ue8m0", "fp4": True},
     "no_gate": {"has_gate": False},
     "limit_and_alpha": {"swiglu_limit": 0.4, "swiglu_alpha": 1.7},
-    "gate_of_its_own": {"base": Softcapped},
+    "gate_of_its_own": {"base": peers.Softcapped},
 }
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    torch.manual_seed(0)
-    integration.register()
+def compiled_anew(registered: None) -> Iterator[None]:
     yield
-    for interface in (fp8.ALL_FP8_EXPERTS_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
-        type(interface)._global_mapping.pop(integration.NAME, None)
     torch._dynamo.reset()
 
 
@@ -265,7 +252,7 @@ def test_weights_on_another_device_than_the_tokens_are_refused() -> None:
 def test_what_was_prepared_is_freed_with_the_module() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
-    module = ours(peers.fp8_experts(device="cuda", scale_fmt="ue8m0", fp4=True, base=Softcapped))
+    module = ours(peers.fp8_experts(device="cuda", scale_fmt="ue8m0", fp4=True, base=peers.Softcapped))
     held = torch.cuda.memory_allocated()
     added_bytes = integration.prepare(module)
     assert added_bytes > 0 and torch.cuda.memory_allocated() - held >= added_bytes

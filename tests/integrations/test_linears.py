@@ -48,11 +48,6 @@ def operations_on_floats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...
     return shapes
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def fp8_linear(
     n: int = 200,
     k: int = 272,

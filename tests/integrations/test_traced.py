@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +16,6 @@ from integrations import peers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.integrations import finegrained_fp8 as fp8
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from deepgemm_jit.integrations import transformers as integration
 
@@ -25,20 +25,10 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Any:
-    torch.manual_seed(0)
+def compiled_anew(registered: None) -> Iterator[None]:
     torch._dynamo.reset()
-    integration.register()
     yield
     torch._dynamo.reset()
-    for interface in (fp8.ALL_FP8_EXPERTS_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
-        type(interface)._global_mapping.pop(integration.NAME, None)
-
-
-class Gated(fp8.FP8Experts):
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.tanh(gate) * up
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "block_1_128": {"block": (1, 128)},
     "fp4": {"fp4": True},
     "limit": {"swiglu_limit": 1.0},
-    "callback": {"base": Gated},
+    "callback": {"base": peers.Softcapped},
     "no_gate_gelu": {"has_gate": False, "hidden_act": "gelu"},
 }
 

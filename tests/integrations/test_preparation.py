@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -114,3 +115,29 @@ def test_prepare_does_all_of_a_model_that_runs_with_us_and_nothing_else(register
     integration.prepare(model)
     prepared = {name for name, module in model.named_modules() if hasattr(module, "_deepgemm_jit_prepared")}
     assert prepared == {n for n, m in model.named_modules() if isinstance(m, (fp8.FP8Linear, fp8.FP8Experts))}
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A device mesh of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_dtensor_weights_are_taken_local(mesh: Any, registered: None, calls: list[Experts]) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    module = peers.fp8_experts()
+    module.config._experts_implementation = integration.NAME
+    call = peers.random_call(module, 5)
+    with torch.no_grad():
+        expected = module(*call)
+        for name, parameter in list(module.named_parameters()):
+            spread = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(spread, requires_grad=False))
+        assert torch.equal(module(*call), expected)
+    assert isinstance(module.down_proj, DTensor)
+    assert type(calls[-1].down.weight) is torch.Tensor
+    assert calls[-1].down.weight.data_ptr() == module.down_proj.to_local().data_ptr()
+    assert prepared_once(module, calls) is not None

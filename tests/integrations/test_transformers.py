@@ -1,4 +1,4 @@
-"""deepgemm_jit in transformers, on a CPU: names, schemes, refusals, preparation.
+"""deepgemm_jit in transformers, on a CPU: names, schemes, gates.
 
 The operations stand on dequantized weights in float64 here, so that what transformers' module becomes on its way to them shows
 in numbers; everything else is the real thing.

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
+    ACTIVATE,
+    BF16_GEMM,
     CAST_TO_FP8,
+    COMBINE,
+    FP8_GEMM,
+    GATHER,
+    ROUTE,
+    ROW_SCALES,
     SCALE_LAYOUT,
     GemmProblem,
     Layout,
@@ -30,7 +37,14 @@ from deepgemm_jit.warmup import Plan, plan_for
 pytestmark = pytest.mark.none
 
 Varied = Callable[[dict[str, Any]], Path]
-FP8_MODELS = ("deepseek-v3", "qwen3-235b-a22b-fp8", "qwen3-30b-a3b-fp8")
+FP8_MODELS = ("deepseek-v3", "deepseek-v4-flash", "qwen3-235b-a22b-fp8", "qwen3-30b-a3b-fp8")
+FP8, BF16 = ("e4m3", "e4m3", "bf16"), ("bf16", "bf16", "bf16")
+STATIC = {"quantization_config.activation_scheme": "static"}
+ROWS = {"quantization_config.weight_block_size": [1, 128]}
+TENSOR = {"quantization_config.weight_block_size": None}
+FP4 = {"expert_dtype": "fp4"}
+UNQUANTIZED: dict[str, Any] = {"quantization_config": ...}
+
 SMS = (1, 16, 66, 78, 114, 132)
 SPLITS = ((1, 1), (2, 8))
 
@@ -152,10 +166,53 @@ def test_without_a_model_the_plan_is_the_whole_kernel_set() -> None:
     assert (plan.kernels, plan.model, plan.problems, plan.uncovered) == (kernel_set("sm_90a"), None, (), ())
 
 
-def test_experts_without_kernels_leave_an_empty_plan_and_their_reason(models: Path) -> None:
-    plan = plan_for("sm_90a", models / "deepseek-v4-flash")
-    assert (plan.problems, plan.kernels) == ((), ())
-    assert any("fp4" in part.reason for part in plan.uncovered)
+@pytest.mark.parametrize(
+    ("changes", "width", "gate_up", "down"),
+    [
+        ({}, 768, [()], [()]),
+        (STATIC, 768, [()], [()]),
+        (FP4, 768, [()], [()]),
+        (FP4 | STATIC, 768, [()], [()]),
+        (FP4, 720, [()], [()]),
+        (TENSOR, 768, [()], [()]),
+        (TENSOR | STATIC, 768, [()], [()]),
+        # One scale for gate and one for up; their border lies inside of a block of 128 rows.
+        (TENSOR, 720, [(), (ROW_SCALES,)], [()]),
+        (TENSOR | STATIC, 1440, [(), (ROW_SCALES,)], [()]),
+        # Blocks of gate and up that were counted apart are more than those of both together.
+        ({}, 1440, [(), (ROW_SCALES,)], [()]),
+        (STATIC, 1440, [(), (ROW_SCALES,)], [()]),
+        ({}, 720, [()], [()]),
+        (ROWS, 768, [(ROW_SCALES,)], [(ROW_SCALES,)]),
+        (ROWS | STATIC, 720, [(ROW_SCALES,)], [(ROW_SCALES,)]),
+    ],
+)
+def test_the_scheme_of_the_weights_decides_between_block_and_row_scales(
+    varied: Varied, changes: dict[str, Any], width: int, gate_up: list[tuple[str, ...]], down: list[tuple[str, ...]]
+) -> None:
+    plan = plan_for("sm_90a", varied({**changes, "moe_intermediate_size": width}), sms=132)
+    for what, variants in (("experts gate_up", gate_up), ("experts down", down)):
+        problems = [problem for problem in plan.problems if problem.what.startswith(what)]
+        assert {problem.largest.variant for problem in problems} == set(variants)
+        assert {problem.largest.layout for problem in problems} == {Layout.CONTIGUOUS, Layout.PREFIX_SUMS, Layout.MASKED}
+        assert len({problem.what for problem in problems}) == len(variants)
+    assert {problem.largest.dtypes for problem in plan.problems} == {FP8}
+    assert {spec.flags for spec in plan.kernels if spec.family == FP8_GEMM} == {*gate_up, *down}
+    assert not any("experts" in part.what for part in plan.uncovered)
+
+
+@pytest.mark.parametrize(
+    "changes", [UNQUANTIZED, {"quantization_config.modules_to_not_convert": ["experts"]}], ids=["model", "experts"]
+)
+def test_experts_in_bfloat16_get_bf16_gemms_and_the_steps_without_quantization(varied: Varied, changes: dict[str, Any]) -> None:
+    plan = plan_for("sm_90a", varied({**changes, "moe_intermediate_size": 712}), sms=132)
+    sizes = {(p.largest.n, p.largest.k, p.largest.dtypes, p.largest.variant) for p in plan.problems}
+    assert sizes == {(1424, 2048, BF16, ()), (2048, 712, BF16, ())}
+    assert {spec.family for spec in plan.kernels} == {BF16_GEMM, ROUTE, GATHER, ACTIVATE, COMBINE}
+    assert not any("e4m3" in spec.dtypes for spec in plan.kernels)
+    for problem, m, sms in itertools.product(plan.problems, (1, 7, 64, 65, 128, 4096), (132,)):
+        assert select(replace(problem.largest, m=m), limits_of("sm_90a", sms)) in plan.kernels
+    assert any("N-major" in part.what for part in plan.uncovered)
 
 
 def test_kernels_are_planned_once_and_in_the_order_of_the_set(models: Path) -> None:
@@ -169,7 +226,7 @@ def test_kernels_are_planned_once_and_in_the_order_of_the_set(models: Path) -> N
     ("tp", "ep", "faults"),
     [
         (5, 1, ["moe_intermediate_size = 768", "tp = 5", "tp that fit: 1, 2, 3, 6"]),
-        (4, 1, ["moe_intermediate_size = 768", "tp = 4", "128-wide scale blocks"]),
+        (4, 1, ["moe_intermediate_size = 768", "tp = 4", "multiples of 128", "a scale per 128 x 128 block"]),
         (1, 3, ["num_experts = 128", "ep = 3", "ep that fit: 1, 2, 4, 8, 16, 32, 64, 128"]),
         (1, 256, ["num_experts = 128", "ep = 256"]),
         (7, 7, ["moe_intermediate_size = 768", "num_experts = 128", "tp = 7", "ep = 7"]),
@@ -187,6 +244,55 @@ def test_every_tp_that_a_refusal_calls_fitting_is_planned(models: Path) -> None:
     assert all(plan_for("sm_90a", models / "qwen3-30b-a3b-fp8", tp=tp, sms=132).kernels for tp in (1, 2, 3, 6))
 
 
+@pytest.mark.parametrize(
+    ("changes", "fitting"),
+    [
+        ({}, [2, 3, 6]),
+        (ROWS, [2, 3, 6]),
+        (FP4, [2, 3, 4, 6, 8, 12, 24]),
+        (TENSOR, [2, 3, 4, 6, 8, 12, 16, 24, 48]),
+        (UNQUANTIZED, [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]),
+    ],
+)
+def test_the_width_splits_as_finely_as_the_scales_of_the_scheme(
+    varied: Varied, changes: dict[str, Any], fitting: list[int]
+) -> None:
+    folder = varied(changes)
+    for tp in range(2, 100):
+        if tp in fitting:
+            assert plan_for("sm_90a", folder, tp=tp, sms=132).kernels
+        else:
+            with pytest.raises(OperandError, match=f"tp = {tp} .*tp that fit: {', '.join(map(str, [1, *fitting]))};"):
+                plan_for("sm_90a", folder, tp=tp, sms=132)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**63, 10**100])
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"])
+def test_a_huge_size_in_a_config_is_refused_by_its_key(varied: Varied, key: str, size: int) -> None:
+    with pytest.raises(OperandError, match=f"{key} = {str(size)[:40]}"):
+        plan_for("sm_90a", varied({key: size}))
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31 - 128, 2_095_133_040])
+@pytest.mark.parametrize("key", ["moe_intermediate_size", "num_experts"])
+@pytest.mark.parametrize("split", [1, 7, 2**31 - 2])
+def test_the_largest_sizes_get_an_answer_at_once(varied: Varied, key: str, size: int, split: int) -> None:
+    with pytest.raises((OperandError, UnsupportedError)) as caught:
+        plan_for("sm_90a", varied({key: size}), tp=split, ep=split)
+    assert len(str(caught.value)) < 2000
+
+
+def test_of_many_sizes_that_fit_the_smallest_are_named(varied: Varied) -> None:
+    with pytest.raises(OperandError, match="ep that fit: 1, 2, 3, 4, 5, 6, 7, 8, .* and 1584 more"):
+        plan_for("sm_90a", varied({"num_experts": 2_095_133_040}), ep=23)
+
+
+def test_more_rows_than_a_call_may_have_are_refused_with_what_they_come_from(varied: Varied) -> None:
+    with pytest.raises(UnsupportedError, match="num_experts_per_tok = 8, .*max_tokens 2147483647") as caught:
+        plan_for("sm_90a", varied({}), max_tokens=2**31 - 1)
+    assert "M = " in caught.value.given
+
+
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", 100), ("hidden_size", 2056), ("moe_intermediate_size", 100)])
 def test_a_size_that_no_kernel_serves_is_refused_with_its_key_and_value(varied: Varied, key: str, value: int) -> None:
     with pytest.raises(UnsupportedError, match=f"{key} = {value}"):
@@ -199,10 +305,16 @@ def test_a_width_of_no_whole_scale_block_is_planned_unsplit(varied: Varied) -> N
 
 
 @pytest.mark.parametrize("name", ["tp", "ep", "max_tokens", "sms"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-def test_an_argument_that_is_no_count_is_refused_by_name(models: Path, name: str, value: object) -> None:
-    with pytest.raises(OperandError, match=f"{name} = "):
-        plan_for("sm_90a", models / "deepseek-v3", **{name: value})
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 1.5, "2", True, 2**31, 2**63, 10**5000, [1], "\x1b"],
+    ids=lambda value: ascii(value)[:12] if value != 10**5000 else "5001 digits",
+)
+@pytest.mark.parametrize("model", ["deepseek-v3", None])
+def test_an_argument_that_is_no_count_is_refused_by_name(models: Path, name: str, value: Any, model: str | None) -> None:
+    with pytest.raises(OperandError, match=f"{name} = ") as caught:
+        plan_for("sm_90a", model and models / model, **{name: value})
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "", "hopper"])

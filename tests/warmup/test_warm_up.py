@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import kernel_set
-from deepgemm_jit.warmup import build_plan, plan_for, pool, warm_up
+from deepgemm_jit.warmup import Plan, Uncovered, build_plan, plan_for, pool, warm_up
 
 pytestmark = pytest.mark.nvrtc
 
@@ -34,13 +34,23 @@ def worker_pids(parent: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().decode()
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")  # of any process on the machine
             state, ppid = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         if WORKER_MODULE in command and int(ppid) == parent and state != "Z":
             found.append(int(folder.name))
     return found
+
+
+def test_workers_are_found_among_processes_whose_command_lines_are_not_text() -> None:
+    sleep = "import time; time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", sleep, b"\xff\xfe"]) as other:
+        line = Path(f"/proc/{other.pid}/cmdline")
+        until(lambda: b"\xff\xfe" in line.read_bytes())
+        found = worker_pids(os.getpid())
+        other.kill()
+    assert other.pid not in found
 
 
 def until(ask: Callable[[], Any]) -> Any:
@@ -61,8 +71,16 @@ def stored_names() -> set[str]:
     return {entry.entry for entry in Builder().store.entries()}
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Let children begin with the default action of SIGINT: one that the caller of the tests ignores stays ignored in them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["SIGINT", "SIGTERM", "SIGKILL"])
-def ended_midway(request: pytest.FixtureRequest) -> tuple[int, list[int], int]:
+def ended_midway(request: pytest.FixtureRequest, default_sigint: None) -> tuple[int, list[int], int]:
     """Send a signal to a warm-up that has begun to compile; return its status, its workers and the kernels it had stored."""
     command = [sys.executable, "-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
@@ -133,6 +151,7 @@ def test_a_warm_up_that_is_ended_leaves_neither_workers_nor_broken_entries(
     assert report.compiled + report.cached == len(WHOLE_SET)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_removes_temporary_files(cache_dir: Path) -> None:
     command = [sys.executable, "-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -182,14 +201,15 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_worker_starts(monkey
 
 
 @pytest.mark.parametrize("arguments", [{"jobs": 0}, {"jobs": -1}, {"jobs": 1.5}, {"timeout_s": 0}, {"timeout_s": float("nan")}])
-def test_arguments_that_mean_nothing_are_refused_by_name(arguments: dict[str, object]) -> None:
+def test_arguments_that_mean_nothing_are_refused_by_name(arguments: dict[str, Any]) -> None:
     with pytest.raises(OperandError, match=f"{next(iter(arguments))} = "):
         warm_up("sm_90a", **arguments)
 
 
-def test_a_model_without_a_plan_is_refused_with_its_reasons(models: Path) -> None:
-    with pytest.raises(UnsupportedError, match="expert_dtype = fp4"):
-        warm_up("sm_90a", models / "deepseek-v4-flash")
+def test_a_plan_without_kernels_is_refused_with_its_reasons() -> None:
+    empty = Plan("sm_90a", "config.json", (), (), (Uncovered("experts", "no kernels for them"),))
+    with pytest.raises(UnsupportedError, match="experts: no kernels for them"):
+        build_plan(empty)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "waiting for a lock"])

@@ -240,9 +240,12 @@ class _Reader:
         if not quantized and self.config.get("expert_dtype") is not None:
             self.faults.append(f"expert_dtype = {self.config['expert_dtype']} needs a quantization_config: {_SERVED}")
         named = [key for key in _DTYPES if self.config.get(key) is not None]
-        if not named:
-            why = "whose modules_to_not_convert lists the experts" if quantized else "and quantization_config too"
-            self.faults.append(f"key dtype (or torch_dtype) is missing, {why}; needed: bfloat16, or {_SERVED}")
+        if not named and quantized:
+            self.faults.append(
+                "key dtype (or torch_dtype) is missing and modules_to_not_convert lists the experts; needed: bfloat16"
+            )
+        elif not named:
+            self.faults.append(f"keys quantization_config and dtype (or torch_dtype) are missing; needed: {_SERVED}")
         for key in named:
             self.known(key, self.config[key], ("bfloat16",), section="")
         return Scheme.BF16

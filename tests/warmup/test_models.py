@@ -17,6 +17,7 @@ from deepgemm_jit.warmup.models import Scheme
 pytestmark = pytest.mark.none
 
 Varied = Callable[[dict[str, Any]], Path]
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +169,11 @@ def test_experts_of_another_plain_dtype_are_refused_by_key_and_value(varied: Var
     assert "bfloat16" in caught.value.supported
 
 
-def test_experts_without_quantization_and_without_a_dtype_are_refused(varied: Varied) -> None:
-    with pytest.raises(OperandError, match="key dtype .or torch_dtype. is missing, and quantization_config too"):
+def test_plain_experts_without_a_dtype_are_refused_by_the_keys_that_may_hold_it(varied: Varied) -> None:
+    with pytest.raises(OperandError, match="keys quantization_config and dtype .or torch_dtype. are missing"):
         read_model(varied({"quantization_config": ..., "torch_dtype": ...}))
+    with pytest.raises(OperandError, match="key dtype .or torch_dtype. is missing"):
+        read_model(varied({"torch_dtype": ..., "quantization_config": {**FP8_CONFIG, "modules_to_not_convert": ["experts"]}}))
 
 
 def test_fp4_experts_without_a_quantization_are_refused(varied: Varied) -> None:

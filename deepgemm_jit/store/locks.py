@@ -5,9 +5,11 @@ They only save work: what happens without them is that two processes publish the
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,6 @@ from pathlib import Path
 
 from filelock import Timeout, UnixFileLock
 
-from deepgemm_jit.errors import StoreError
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.store.location import error_text, locate_locks
 
@@ -68,14 +69,15 @@ class Locks:
     def _try_acquire(self, name: str, what: str) -> UnixFileLock | None:
         try:
             path = locate_locks(self._settings) / f"{name}.lock"
+            # filelock takes a file that it cannot create for one that another process holds, and waits.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
             # A soft lock (a file that exists) would outlive a killed holder: no fallback to one.
             lock = UnixFileLock(path, mode=0o600, fallback_to_soft=False, preserve_lock_file=True, on_acquired=_sign)
             return lock if self._waited_for(lock, path, what) else None
-        except (OSError, StoreError) as error:
+        except OSError as error:
             if not self._warned:
                 self._warned = True
-                text = error_text(error) if isinstance(error, OSError) else str(error)
-                _LOGGER.warning("locks do not work, other processes may compile the same kernels: %s", text)
+                _LOGGER.warning("locks do not work, other processes may compile the same kernels: %s", error_text(error))
             return None
 
     def _waited_for(self, lock: UnixFileLock, path: Path, what: str) -> bool:
@@ -97,6 +99,18 @@ class Locks:
             path,
         )
         return False
+
+
+def lock_failure(settings: Settings) -> str | None:
+    """Return why locks do not work where ``settings`` have them, or None; leaves nothing on disk."""
+    try:
+        folder = locate_locks(settings, create=False)
+        if folder.exists():
+            with tempfile.TemporaryFile(dir=folder) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error_text(error)
+    return None
 
 
 def _sign(descriptor: int) -> None:

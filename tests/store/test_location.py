@@ -10,6 +10,7 @@ import pytest
 
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.store import Store
+from deepgemm_jit.store.location import locate
 
 pytestmark = pytest.mark.none
 
@@ -188,3 +189,43 @@ def test_a_user_without_passwd_line_and_home_gets_a_temporary_folder(
 
     root = open_dir / "tmp" / f"deepgemm_jit-cache-{OTHER_UID}"
     assert as_other_user(use) == {"root": str(root), "held": True, "stored": True, "hit": True, "failure": None}
+
+
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("/dev/null", "is not a directory"),
+        ("/", "is the root of the file system. Name a folder of your own"),
+        ("shared", "Use a folder of your own below it"),
+        ("not a store", "Either name another folder"),
+    ],
+)
+def test_advice_never_changes_what_is_not_a_store(env: pytest.MonkeyPatch, tmp_path: Path, root: str, says: str) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    (tmp_path / "not a store").mkdir()
+    (tmp_path / "not a store" / "mail").touch()
+    (tmp_path / "not a store").chmod(0o777)
+    store = opened(cache_dir=tmp_path / root)  # an absolute one stays as it is
+    assert store.root is None
+    assert says in store.describe()
+    assert "chmod" not in store.describe()
+
+
+def test_a_file_in_the_place_of_the_stores_folder_is_told_once(
+    env: pytest.MonkeyPatch, tmp_path: Path, sample: ModuleType, warnings: Callable[[], list[str]]
+) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/v1").touch()
+    store = opened(cache_dir=tmp_path / "root")
+    assert store.get(sample.KEY, spec_text=sample.SPEC.text, nvrtc_version="13.0") is None
+    assert not store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
+    (told,) = warnings()
+    assert str(tmp_path / "root/v1") in told
+
+
+def test_looking_creates_nothing_and_finds_what_could_not_be_created(env: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert locate(read_settings(), create=False).root == tmp_path / "home/.cache/deepgemm_jit"
+    assert locate(read_settings(cache_dir=Path("/proc/no-store-here")), create=False).root is None
+    assert sorted(tmp_path.rglob("*")) == before

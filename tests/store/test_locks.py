@@ -14,6 +14,7 @@ import pytest
 
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.store import Store, locks
+from deepgemm_jit.store.locks import lock_failure
 
 pytestmark = pytest.mark.none
 
@@ -202,6 +203,9 @@ def test_an_unsafe_lock_folder_is_not_used(
             assert held is False
     (told,) = warnings()
     assert str(lock_dir) in told
+    assert lock_failure(read_settings()) in told
+    assert "store" not in told.replace(str(lock_dir), "")
+    assert "TRUST_ROOT" not in told
     assert fault == "file" or list(lock_dir.iterdir()) == []
 
 
@@ -228,3 +232,22 @@ def test_the_default_lock_folder_is_private_and_named_by_the_uid(
     folder = tmp_path / f"deepgemm_jit-locks-{os.geteuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert lock_file(folder).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_in_which_nothing_can_be_created_is_no_held_lock(sample: ModuleType, warnings: Callable[[], list[str]]) -> None:
+    settings = {"lock_dir": Path("/proc"), "lock_timeout_s": 1000.0}
+    store = opened(**settings)
+    for key in (sample.KEY, "0" * 64):
+        with store.lock(key) as held:
+            assert held is False
+    (told,) = warnings()
+    assert "/proc/" in told
+    assert "/proc" in str(lock_failure(read_settings(**settings)))
+
+
+def test_asking_whether_locks_work_leaves_nothing_behind(lock_dir: Path) -> None:
+    assert lock_failure(read_settings()) is None
+    assert not lock_dir.exists()
+    lock_dir.mkdir(mode=0o700)
+    assert lock_failure(read_settings()) is None
+    assert list(lock_dir.iterdir()) == []

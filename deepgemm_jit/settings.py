@@ -6,6 +6,7 @@ Settings are read on first use, never at import, and parsed strictly: a value th
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -106,7 +107,7 @@ def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
             continue
         setting = known.get(variable)
         if setting is None:
-            raise SettingError(name=variable, value=text, origin="the environment", needed="one of " + ", ".join(known))
+            raise SettingError(name=variable, value=text, origin="the environment", needed=_known_name(variable, list(known)))
         try:
             values[setting.name] = setting.metadata["parse"](text)
         except _Meaningless as refusal:
@@ -117,3 +118,9 @@ def read_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
             values[name] = value
             origins[name] = "argument"
     return Settings(**values, origins=origins)
+
+
+def _known_name(variable: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(variable, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "unset it."
+    return f"a name that is known, as there is no such setting; {hint} Known are: {', '.join(known)}"

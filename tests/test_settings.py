@@ -53,7 +53,13 @@ def test_a_meaningless_value_is_refused_with_what_is_needed(name: str, text: str
 def test_an_unknown_variable_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(SettingError) as refusal:
         read_settings({PREFIX + "CAHCE_DIR": "/srv/store"})
-    assert PREFIX + "CACHE_DIR" in str(refusal.value)
+    assert f"no such setting; did you mean {PREFIX}CACHE_DIR?" in str(refusal.value)
+    assert all(PREFIX + name.upper() in str(refusal.value) for name in setting_names())
+
+
+def test_an_unknown_variable_that_is_like_none_gets_no_guess() -> None:
+    with pytest.raises(SettingError, match=r"no such setting; unset it\. Known are: "):
+        read_settings({PREFIX + "QQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQ": "1"})
 
 
 def test_other_programs_variables_are_none_of_ours() -> None:

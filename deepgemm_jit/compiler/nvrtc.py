@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,12 @@ from deepgemm_jit.cubin import Cubin, CubinFacts
 from deepgemm_jit.errors import CompileError, ToolchainError
 
 PACKAGE = "nvidia-cuda-nvrtc"
-_FIX = "Install NVRTC with: pip install 'deepgemm-jit[cu13]' (or [cu12] for a CUDA 12 driver)"
+_FIX = (
+    f"Install it with: pip install '{PACKAGE}>=13,<14' 'cuda-bindings>=13,<14' "
+    f"(where the driver is one of CUDA 12: '{PACKAGE}-cu12>=12.9,<13' 'cuda-bindings>=12.9,<13')"
+)
+_FIX_BROKEN = f"Reinstall it with: pip install --force-reinstall {PACKAGE} (of CUDA 12: {PACKAGE}-cu12)"
+_FIX_BROKEN_BINDINGS = "Reinstall it with: pip install --force-reinstall cuda-bindings cuda-pathfinder"
 
 # "site-packages" and "conda" are installed packages. A library that pathfinder finds elsewhere (CUDA_HOME, the loader's path)
 # has a version nobody pinned and is refused: a compile must not depend on what a machine happens to have.
@@ -57,15 +63,18 @@ def nvrtc_info() -> NvrtcInfo:
     try:
         from cuda import pathfinder
     except ImportError as cause:
-        raise ToolchainError(missing="package cuda-pathfinder", looked_for="cuda.pathfinder", fix=_FIX) from cause
+        raise _package_error("cuda-pathfinder", "cuda.pathfinder", cause) from cause
+    looked_for = f"libnvrtc of an installed {PACKAGE} package"
     try:
         loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc")
-    except Exception as cause:  # the loader raises several kinds, RuntimeError for a broken library among them
-        raise ToolchainError(missing="NVRTC", looked_for=f"libnvrtc of an installed {PACKAGE} package", fix=_FIX) from cause
+    except pathfinder.DynamicLibNotFoundError as cause:
+        raise ToolchainError(missing="NVRTC", looked_for=looked_for, fix=_FIX) from cause
+    except Exception as cause:  # found, but refused by the loader, which raises several kinds
+        raise ToolchainError(missing=f"NVRTC is broken ({cause}) and", looked_for=looked_for, fix=_FIX_BROKEN) from cause
     if loaded.found_via not in _PACKAGED and not loaded.was_already_loaded_from_elsewhere:
         raise ToolchainError(
             missing=f"NVRTC at {loaded.abs_path} (found via {loaded.found_via})",
-            looked_for=f"libnvrtc of an installed {PACKAGE} package",
+            looked_for=looked_for,
             fix=_FIX,
         )
     nvrtc = _bindings()
@@ -129,8 +138,15 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError as cause:
-        raise ToolchainError(missing="package cuda-bindings", looked_for="cuda.bindings.nvrtc", fix=_FIX) from cause
+        raise _package_error("cuda-bindings", "cuda.bindings", cause) from cause
     return nvrtc
+
+
+def _package_error(package: str, module: str, cause: ImportError) -> ToolchainError:
+    # `from cuda import x` says the same of a module that is missing and of one that fails, as `cuda` is a namespace.
+    if isinstance(cause, ModuleNotFoundError) or find_spec(module) is None:
+        return ToolchainError(missing=f"package {package}", looked_for=module, fix=_FIX)
+    return ToolchainError(missing=f"package {package} is broken ({cause}) and", looked_for=module, fix=_FIX_BROKEN_BINDINGS)
 
 
 def _run(source: str, headers: Mapping[str, str], entry: str, options: tuple[str, ...]) -> tuple[bytes, str]:
@@ -163,16 +179,19 @@ def _raise_broken_builtins(log: str) -> NoReturn:
     # NVRTC loads this library on the first compile and keeps the loader's reason to itself, so the loader is asked again.
     info = nvrtc_info()
     path = Path(info.path).with_name(f"libnvrtc-builtins.so.{info.version}")
-    error = ToolchainError(missing=f"{path.name} of package {PACKAGE}", looked_for=str(path), fix=_FIX)
+    what = f"{path.name} of package {PACKAGE}"
     try:
         ctypes.CDLL(str(path))
-    except OSError as cause:
-        raise error from cause
-    raise error from OSError(log)
+    except OSError as error:
+        cause = error
+    else:
+        cause = OSError(log.strip())
+    state = "is broken" if path.exists() else "is missing"
+    raise ToolchainError(missing=f"{what} {state} ({cause}) and", looked_for=str(path), fix=_FIX_BROKEN) from cause
 
 
 def _checked(nvrtc: Any, returned: tuple[Any, ...], call: str) -> Any:
     result, *values = returned
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise ToolchainError(missing=f"NVRTC ({call} returned {result.name})", looked_for="a working libnvrtc", fix=_FIX)
+        raise ToolchainError(missing=f"NVRTC ({call} returned {result.name})", looked_for="a working libnvrtc", fix=_FIX_BROKEN)
     return values[0] if len(values) == 1 else values

@@ -12,7 +12,8 @@ from deepgemm_jit.errors import ToolchainError
 PACKAGE = "nvidia-cutlass"
 HEADER = "cute/arch/mma_sm90_gmma.hpp"
 _END = "\n};\n"
-_FIX = f"Install it with: pip install --force-reinstall {PACKAGE}"
+_FIX = f"Install it with: pip install '{PACKAGE}>=4.2,<5'"
+_FIX_BROKEN = f"Reinstall it with: pip install --force-reinstall '{PACKAGE}>=4.2,<5'"
 
 
 def header_path() -> Path:
@@ -30,7 +31,7 @@ def header_path() -> Path:
             path = Path(str(file.locate()))
             if path.is_file():
                 return path
-    raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX)
+    raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX_BROKEN)
 
 
 @cache
@@ -39,7 +40,8 @@ def _header() -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX) from cause
+        what = f"header {HEADER} of package {PACKAGE} is broken ({cause}) and"
+        raise ToolchainError(missing=what, looked_for=str(path), fix=_FIX_BROKEN) from cause
 
 
 def wrapper_name(dtype: str, block_n: int) -> str:
@@ -58,5 +60,6 @@ def wrapper_for(name: str) -> str:
     start = re.search(rf"^template <[^<>;{{}}]*>\nstruct {re.escape(name)}\n", text, re.MULTILINE)
     end = text.find(_END, start.end()) if start else -1
     if start is None or end < 0:
-        raise ToolchainError(missing=f"struct {name} in {HEADER} of package {PACKAGE}", looked_for=str(header_path()), fix=_FIX)
+        what = f"struct {name} in {HEADER} of package {PACKAGE}"
+        raise ToolchainError(missing=what, looked_for=str(header_path()), fix=_FIX_BROKEN)
     return text[start.start() : end + len(_END)]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -30,6 +31,8 @@ WORKER_COMMAND = ("-P", "-m", "deepgemm_jit.warmup.worker")
 _STOP_S = 1.0
 """Time that workers are given to remove their temporary files before they are killed."""
 _LAST_WORDS_LINES = 10
+_RANDOM_NAME = re.compile(r"[0-9a-f]{16,}")
+"""Names of temporary files and of keys: what differs between messages about one trouble."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,13 +64,14 @@ def build_in_workers(
     """
     waiting = deque(specs)
     busy: list[_Worker] = []
+    told: set[str] = set()
     with selectors.DefaultSelector() as selector:
         try:
             while waiting or busy:
                 while waiting and len(busy) < jobs:
                     spec = waiting.popleft()
                     try:
-                        busy.append(_Worker(selector, settings))
+                        busy.append(_Worker(selector, settings, told))
                     except OSError as error:
                         on_outcome(KernelOutcome(spec.name, "failed", error=f"no worker process could be started: {error}"))
                     else:
@@ -93,7 +97,8 @@ def build_in_workers(
 class _Worker:
     """One process, the kernel it is at, and what it has said."""
 
-    def __init__(self, selector: selectors.BaseSelector, settings: Settings) -> None:
+    def __init__(self, selector: selectors.BaseSelector, settings: Settings, told: set[str]) -> None:
+        self._told = told
         self.process = subprocess.Popen(
             [sys.executable, *WORKER_COMMAND],
             stdin=subprocess.PIPE,
@@ -174,6 +179,11 @@ class _Worker:
         while self._messages.lines:
             line = self._messages.lines.popleft()
             self._last_messages.append(line)
+            # Every worker meets an unusable folder or a full disk, at every kernel; it is told once.
+            about = _RANDOM_NAME.sub("*", line)
+            if about in self._told:
+                continue
+            self._told.add(about)
             _log.warning("warm-up worker %d: %s", self.process.pid, line)
 
 
@@ -219,8 +229,15 @@ def _environment(settings: Settings) -> dict[str, str]:
         if value is not None:
             environment[PREFIX + name.upper()] = str(value)
     # The worker must import the package that runs here, wherever the caller has it from.
-    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path or _working_dir() for path in sys.path)))
     return environment
+
+
+def _working_dir() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:  # it was removed: nothing can be imported from there
+        return ""
 
 
 def _stop(workers: Sequence[_Worker]) -> None:

@@ -6,11 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
 from deepgemm_jit.settings import Settings, read_settings
+from deepgemm_jit.store.location import NAME_ANOTHER, locate
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
 
@@ -92,10 +93,14 @@ def warm_up(
         What became of every kernel. A kernel that fails is reported there and does not raise.
 
     Raises:
-        OperandError, UnsupportedError: as of :func:`~deepgemm_jit.warmup.plan.plan_for`.
-        StoreError: kernels are missing and the store cannot be written.
+        OperandError, UnsupportedError: as of :func:`~deepgemm_jit.warmup.plan.plan_for`, or sizes of a model without a model.
+        StoreError: the store cannot be used, or kernels are missing and it cannot be written.
         ToolchainError: a package that the sources of the kernels come from is missing.
     """
+    if model is None and (tp, ep, max_tokens, sms) != (1, 1, DEFAULT_MAX_TOKENS, None):
+        sizes = f"tp = {tp!r}, ep = {ep!r}, max_tokens = {max_tokens!r}, sms = {sms!r}"
+        fault = f"{sizes}, needed: a model, as the whole kernel set is the same for all sizes"
+        raise OperandError(operation="warm_up", faults=[fault])
     plan = plan_for(arch, model, tp=tp, ep=ep, max_tokens=max_tokens, sms=sms)
     return build_plan(plan, jobs, timeout_s=timeout_s, settings=settings)
 
@@ -137,6 +142,9 @@ def build_plan(
         if on_outcome is not None:
             on_outcome(outcome)
 
+    place = locate(settings)
+    if place.root is None:
+        raise place.error()
     builder = Builder(settings)
     missing = []
     for spec in plan.kernels:
@@ -145,15 +153,11 @@ def build_plan(
         else:
             note(KernelOutcome(spec.name, "cached"))
     if missing:
-        _check_store(builder)
-        build_in_workers(missing, settings, jobs, timeout_s, note)
-    return WarmupReport(plan.arch, tuple(outcomes), time.monotonic() - started, str(builder.store.root))
-
-
-def _check_store(builder: Builder) -> None:
-    """Refuse before any worker starts when what it builds could not stay."""
-    failure = builder.store.write_failure()
-    if failure is not None:
-        path = builder.store.root or builder.settings.cache_dir or ""
-        fix = "Name a directory that can be written with --cache-dir or DEEPGEMM_JIT_CACHE_DIR"
-        raise StoreError(path=str(path), reason=failure, fix=fix)
+        # Before any worker starts: what it builds could not stay.
+        failure = builder.store.write_failure()
+        if failure is not None:
+            path = str(place.root)
+            raise StoreError(path=path, reason=failure.removeprefix(f"store {path} "), fix=NAME_ANOTHER)
+        # By its path, so that a worker does not look for the place, and tell of it, once more.
+        build_in_workers(missing, replace(settings, cache_dir=place.root), jobs, timeout_s, note)
+    return WarmupReport(plan.arch, tuple(outcomes), time.monotonic() - started, str(place.root))

@@ -168,6 +168,28 @@ def test_what_a_worker_says_reaches_the_log(misbehaving: Misbehaving, caplog: py
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["waiting for another process"]
 
 
+def test_what_every_worker_says_of_every_kernel_reaches_the_log_once(
+    misbehaving: Misbehaving, caplog: pytest.LogCaptureFixture
+) -> None:
+    deed = "print('disk full: tmp/' + os.urandom(16).hex(), file=sys.stderr, flush=True); os._exit(1)"
+    misbehaving(deed)
+    with caplog.at_level(logging.WARNING, logger="deepgemm_jit"):
+        build_in_workers((BAD, BAD), read_settings(), 1, LONG_S, lambda _outcome: None)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "disk full" in told
+
+
+def test_a_working_directory_that_is_gone_keeps_no_worker_from_starting(
+    misbehaving: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    misbehaving("pass")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert {outcome.outcome for outcome in outcomes().values()} == {"compiled"}
+
+
 def test_a_flood_of_messages_does_not_block_a_worker(misbehaving: Misbehaving) -> None:
     misbehaving("sys.stderr.write('word ' * 200_000 + chr(10)); sys.stderr.flush()")
     assert {outcome.outcome for outcome in outcomes(jobs=1).values()} == {"compiled"}

@@ -195,15 +195,45 @@ def test_a_warm_up_is_a_wanted_build_and_goes_on_under_the_policy_never() -> Non
 
 def test_a_store_that_cannot_be_written_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WORKER_COMMAND", ("-c", "raise SystemExit(9)"))
-    settings = read_settings(cache_dir=Path("/proc/no-store-here"))
-    with pytest.raises(StoreError, match="/proc/no-store-here"):
-        warm_up("sm_90a", jobs=1, settings=settings)
+    for root in ("/proc/no-store-here", "/proc"):
+        with pytest.raises(StoreError, match=rf"^store {root}: cannot be (used|written): ") as refused:
+            warm_up("sm_90a", jobs=1, settings=read_settings(cache_dir=Path(root)))
+        assert str(refused.value).count("store ") == 1
 
 
 @pytest.mark.parametrize("arguments", [{"jobs": 0}, {"jobs": -1}, {"jobs": 1.5}, {"timeout_s": 0}, {"timeout_s": float("nan")}])
 def test_arguments_that_mean_nothing_are_refused_by_name(arguments: dict[str, Any]) -> None:
     with pytest.raises(OperandError, match=f"{next(iter(arguments))} = "):
         warm_up("sm_90a", **arguments)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"ep": 2}, {"max_tokens": 5}, {"sms": 78}])
+def test_sizes_of_a_model_without_a_model_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(OperandError, match="needed: a model"):
+        warm_up("sm_90a", **sizes)
+
+
+def test_a_lock_folder_that_cannot_be_used_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_LOCK_DIR", "/proc")
+    plan = replace(plan_for("sm_90a"), kernels=WHOLE_SET[:3])
+    assert build_plan(plan, 2).compiled == 3
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "locks do not work" in told
+
+
+def test_a_home_that_cannot_be_used_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("DEEPGEMM_JIT_CACHE_DIR")
+    for variable, value in (("XDG_CACHE_HOME", "/proc/no-store-here"), ("HOME", "/nonexistent"), ("TMPDIR", str(tmp_path))):
+        monkeypatch.setenv(variable, value)
+    report = build_plan(replace(plan_for("sm_90a"), kernels=WHOLE_SET[:3]), 2)
+    assert report.compiled == 3
+    assert Path(report.store).parent == tmp_path
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "/proc/no-store-here" in told
 
 
 def test_a_plan_without_kernels_is_refused_with_its_reasons() -> None:

@@ -14,7 +14,7 @@ from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import KernelNotBuiltError, ToolchainError
 from deepgemm_jit.frontend import render
 from deepgemm_jit.settings import PREFIX, CompilePolicy, Settings, read_settings
-from deepgemm_jit.spec import KernelSpec
+from deepgemm_jit.spec import KernelSpec, require_member
 from deepgemm_jit.store import Store, request_key
 
 logger = logging.getLogger("deepgemm_jit.builder")
@@ -60,9 +60,15 @@ class Builder:
         self.settings = replace(self.settings, compile=policy)
 
     def request(self, spec: KernelSpec) -> Request:
-        """Render ``spec`` and return what its key covers; compiles nothing, needs no NVRTC."""
+        """Render ``spec`` and return what its key covers; compiles nothing, needs no NVRTC.
+
+        Raises:
+            UnsupportedError: the spec is in no kernel set: nothing is known of what it would compile to.
+            ToolchainError: a source that it needs is missing.
+        """
         request = self._requests.get(spec)
         if request is None:
+            require_member(spec)
             source = render(spec)
             options = compile_options(spec.arch)
             key = request_key(arch=spec.arch, source=source.text, headers=source.headers, entry=source.entry, options=options)

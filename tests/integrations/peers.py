@@ -369,7 +369,7 @@ def decided_tokens(model: nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor
     tokens = greedy(model, prompt)
     decided = torch.ones(len(prompt), dtype=torch.bool)
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) or "down_proj" in module._parameters]
-    for _ in range(3):
+    for _ in range(10):  # a near tie falls either way: each draw finds half of them
         handles = [layer.register_forward_hook(lambda _m, _x, out: out * (1 + NOISE * torch.randn_like(out))) for layer in layers]
         decided &= (greedy(model, prompt) == tokens).all(1)
         for handle in handles:

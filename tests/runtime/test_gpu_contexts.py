@@ -144,7 +144,7 @@ def test_the_driver_and_torch_agree_on_the_gpu(torch: Any, driver: Driver, conte
     report = driver_report()
     assert report.error is None
     assert len(report.gpus) == torch.cuda.device_count()
-    assert context.identity.device_uuid in report.gpus[0]
+    assert context.identity.device_uuid == report.gpus[0].uuid
 
 
 @pytest.mark.gpu

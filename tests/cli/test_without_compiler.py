@@ -61,10 +61,12 @@ def test_plan_follows_its_sizes(answer: Answer) -> None:
     assert {problem["max_m"] for problem in problems if problem["layout"] == "masked"} == {100}
 
 
-def test_plan_of_fp4_experts_is_empty_and_says_why(answer: Answer) -> None:
+def test_a_plan_covers_fp4_experts_and_says_what_it_does_not_cover(answer: Answer) -> None:
     payload = answer("plan", "--arch", "sm_90a", "--model", MODELS / "deepseek-v4-flash")
-    assert (payload["problems"], payload["kernels"]) == ([], [])
-    assert any("fp4" in part["reason"] for part in payload["uncovered"])
+    assert {problem["what"] for problem in payload["problems"]} == {"experts gate_up", "experts down"}
+    assert payload["kernels"]
+    assert all(part["reason"] for part in payload["uncovered"])
+    assert any("attention" in part["what"] for part in payload["uncovered"])
 
 
 @pytest.mark.parametrize("command", IN_PROCESS)
@@ -188,10 +190,13 @@ def test_an_empty_cache_dir_leaves_the_working_directory_alone(run: Run, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_warm_up_of_a_model_without_kernels_exits_with_1_and_the_reason(run: Run) -> None:
-    result = run("warmup", "--arch", "sm_90a", "--model", MODELS / "deepseek-v4-flash")
+def test_a_warm_up_of_a_model_without_kernels_exits_with_1_and_the_reason(run: Run, tmp_path: Path) -> None:
+    config = json.loads((MODELS / "qwen3-30b-a3b-fp8" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("warmup", "--arch", "sm_90a", "--model", tmp_path)
     assert result.exit_code == 1
-    assert "expert_dtype = fp4" in result.stderr
+    assert "quant_method" in result.stderr and "gptq" in result.stderr
 
 
 def test_verify_of_an_empty_store_is_ok_until_an_arch_is_named(answer: Answer) -> None:

@@ -2,7 +2,6 @@
 // quantized for the second GEMM or kept in bf16.
 #pragma once
 #include "dj/kernels/experts/rows.cuh"
-#include "dj/kernels/quantize.cuh"
 
 namespace dj {
 
@@ -73,17 +72,7 @@ __device__ inline void activate(const ActivateArguments& arguments) {
     const bool inside = column < arguments.columns;
     float values[8] = {};
     if (inside) activated(arguments, arguments.input + row * arguments.input_stride, column, values);
-    const int64_t at = static_cast<int64_t>(row) * arguments.columns + column;
-    if constexpr (kQuantize) {
-        const float largest = largest_of<16>(values);
-        if (!inside) return;
-        const float scale =
-            arguments.static_scales ? __ldg(arguments.static_scales + arguments.pairs.expert(pair)) : scale_of(largest, false);
-        store_quantized(static_cast<uint32_t*>(arguments.output) + at / 4, values, scale);
-        if (threadIdx.x % 16 == 0) arguments.scales[column / 128 * arguments.scales_stride + row] = scale;
-    } else if (inside) {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(arguments.output) + at) = pack_bf16(values);
-    }
+    store_columns<kQuantize>(arguments, pair, row, column, inside, values);
 }
 
 }  // namespace dj

@@ -1,7 +1,6 @@
 // Combine: each token's sum of its experts' rows, weighted, in float32 and in the order of its choices.
 #pragma once
 #include "dj/kernels/experts/rows.cuh"
-#include "dj/kernels/quantize.cuh"
 
 namespace dj {
 

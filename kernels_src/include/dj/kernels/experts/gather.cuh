@@ -1,8 +1,7 @@
-// Gather: copies each pair's token to the pair's row of the grouped matrix, quantized or as it is. A static scale belongs to the
-// expert, so a row is quantized per pair and not per token.
+// Gather: copies each pair's token to the pair's row of the grouped matrix, quantized or as it is. Static scales may differ between
+// experts, so a row is quantized per pair and not per token.
 #pragma once
 #include "dj/kernels/experts/rows.cuh"
-#include "dj/kernels/quantize.cuh"
 
 namespace dj {
 
@@ -28,19 +27,9 @@ __device__ inline void gather(const GatherArguments& arguments) {
     const bool inside = column < arguments.columns;
     const uint16_t* token = arguments.hidden + pair / arguments.pairs.top_k * arguments.hidden_stride;
     const uint4 raw = inside ? __ldg(reinterpret_cast<const uint4*>(token + column)) : uint4{0, 0, 0, 0};
-    const int64_t at = static_cast<int64_t>(row) * arguments.columns + column;
-    if constexpr (kQuantize) {
-        float values[8];
-        unpack_bf16(raw, values);
-        const float largest = largest_of<16>(values);
-        if (!inside) return;
-        const float scale =
-            arguments.static_scales ? __ldg(arguments.static_scales + arguments.pairs.expert(pair)) : scale_of(largest, false);
-        store_quantized(static_cast<uint32_t*>(arguments.output) + at / 4, values, scale);
-        if (threadIdx.x % 16 == 0) arguments.scales[column / 128 * arguments.scales_stride + row] = scale;
-    } else if (inside) {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(arguments.output) + at) = raw;
-    }
+    float values[8];
+    unpack_bf16(raw, values);
+    store_columns<kQuantize>(arguments, pair, row, column, inside, values);
 }
 
 }  // namespace dj

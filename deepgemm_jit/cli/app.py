@@ -8,10 +8,11 @@ from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.cli.doctor import doctor
 from deepgemm_jit.cli.planning import kernels, plan
 from deepgemm_jit.cli.stored import list_, show, verify
+from deepgemm_jit.cli.terminal import Program
 from deepgemm_jit.cli.warmup import warmup
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="deepgemm-jit")
 def main() -> None:
     """Compile the kernels of FP8 mixture-of-experts models ahead of time: no GPU, no nvcc, no CUDA toolkit.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.builder import Builder, check_loadable
-from deepgemm_jit.cli.output import Reply, Session, command
-from deepgemm_jit.errors import DeepGemmJitError, UnsupportedError
-from deepgemm_jit.settings import Settings, read_settings, setting_names
+from deepgemm_jit.cli.output import Opened, Reply, Session, command, open_store
+from deepgemm_jit.errors import DeepGemmJitError, StoreError, UnsupportedError
+from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names
 from deepgemm_jit.spec import ARCHES, arch_of, kernel_set
+from deepgemm_jit.store import Entry
+from deepgemm_jit.store.location import NAME_ANOTHER, Location, locate, lock_dir_path
+from deepgemm_jit.store.locks import lock_failure
 
 if TYPE_CHECKING:
     from deepgemm_jit.runtime import DriverReport
@@ -58,21 +63,29 @@ def _checks(session: Session) -> Iterator[Check]:
         settings = read_settings({}, cache_dir=session.cache_dir)
         yield Check("settings", False, str(error), "Correct the variable or unset it")
     else:
-        yield Check("settings", True, _settings(settings))
+        yield Check("settings", True, _settings(settings, locate(settings, create=False)))
+    opened: Opened | StoreError
+    try:
+        opened = open_store(settings)
+    except StoreError as error:
+        opened = error
     builder = Builder(settings)
     yield _check("nvrtc", _nvrtc)
     yield _check("headers", lambda: _headers(builder))
     yield from machine_checks(_driver_report())
-    yield _store(builder)
-    yield from (_kernels(builder, arch) for arch in ARCHES)
+    yield _store(opened)
+    yield _locks(settings)
+    entries = opened.entries() if isinstance(opened, Opened) else []
+    yield from (_kernels(builder, entries, arch) for arch in ARCHES)
 
 
 def _check(name: str, find: Callable[[], str]) -> Check:
     try:
         return Check(name, True, find())
     except DeepGemmJitError as error:
-        cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
-        return Check(name, False, f"{error}{cause}", getattr(error, "fix", ""))
+        known = error.__cause__ is None or str(error.__cause__) in str(error)
+        cause = "" if known else f" ({type(error.__cause__).__name__}: {error.__cause__})"
+        return Check(name, False, f"{error}{cause}", getattr(error, "fix", "See the log above"))
 
 
 def _versions() -> str:
@@ -85,15 +98,30 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _settings(settings: Settings) -> str:
-    return "\n".join(f"{name} = {getattr(settings, name)} (from {settings.origin(name)})" for name in setting_names())
+def _settings(settings: Settings, place: Location) -> str:
+    effective = {
+        "cache_dir": place.root or "none: memory only",
+        "lock_dir": lock_dir_path(settings),
+        "jobs": settings.jobs or len(os.sched_getaffinity(0)),
+        "trust_root": settings.trust_root or "none",
+    }
+    lines = []
+    for name in setting_names():
+        origin = settings.origin(name)
+        origin = place.origin if (name, origin) == ("cache_dir", "default") else origin
+        source = f"from {origin}" if origin != "default" else origin
+        lines.append(f"{PREFIX}{name.upper()} = {effective.get(name, getattr(settings, name))} ({source})")
+    return "\n".join(lines)
 
 
 def _nvrtc() -> str:
-    from deepgemm_jit.compiler import nvrtc_info
+    from deepgemm_jit.compiler import compile_options, compile_source, nvrtc_info
 
     info = nvrtc_info()
-    return f"NVRTC {info.version} at {info.path}"
+    # NVRTC loads a part of itself on its first compile, so that one alone shows whether all of it is there.
+    arch, source = next(iter(ARCHES)), 'extern "C" __global__ void probe(float* out) { *out = 1; }'
+    compile_source(source=source, headers={}, entry="probe", arch=arch, options=compile_options(arch))
+    return f"NVRTC {info.version} at {info.path}; compiles for {arch}"
 
 
 def _headers(builder: Builder) -> str:
@@ -116,7 +144,10 @@ def machine_checks(report: DriverReport) -> Iterator[Check]:
     """Yield the findings about the driver and each GPU: does it load what is compiled here, is there a kernel for it."""
     if report.version is None or report.error is not None:
         # Compiling ahead on a machine without a GPU is a use this package is made for, so not a fault.
-        yield Check("driver", True, f"no GPU here, compile only ({report.error})")
+        none = report.version is None and "cuInit returned no driver" in (report.error or "")
+        yield Check(
+            "driver", True, "no NVIDIA driver here: compile only" if none else f"no GPU here: compile only ({report.error})"
+        )
         return
     major, minor = report.version
 
@@ -133,19 +164,41 @@ def machine_checks(report: DriverReport) -> Iterator[Check]:
             yield Check(name, False, f"{words}: {refusal}", "Leave it out of CUDA_VISIBLE_DEVICES; nothing runs on it")
 
 
-def _store(builder: Builder) -> Check:
-    failure = builder.store.write_failure()
-    fix = "Name a directory that can be written with --cache-dir or DEEPGEMM_JIT_CACHE_DIR"
-    return Check("store", failure is None, builder.store.describe(), "" if failure is None else fix)
+def _store(opened: Opened | StoreError) -> Check:
+    if isinstance(opened, StoreError):
+        return Check("store", False, f"{opened.path} {opened.reason}", opened.fix)
+    place, root = opened.place, opened.place.root
+    if not opened.is_there:  # it was found that it can be created
+        return Check("store", True, f"{place.text}; not created yet")
+    failure = opened.builder.store.write_failure()
+    if failure is None:
+        return Check("store", True, place.text)
+    if opened.entries() and not _may_write(root):
+        return Check("store", True, f"{place.text}; read only: hits are served, misses stay in memory")
+    return Check("store", False, f"{place.text}; {failure.removeprefix(f'store {root} ')}", NAME_ANOTHER)
 
 
-def _kernels(builder: Builder, arch: str) -> Check:
+def _may_write(root: Path | None) -> bool:
+    # By right, not by trying: a full disk can be written by right, and is a fault.
+    folders = [] if root is None else [root, *root.glob("*"), *root.glob("*/*")]
+    return all(os.access(folder, os.W_OK, effective_ids=True) for folder in folders if folder.is_dir())
+
+
+def _locks(settings: Settings) -> Check:
+    failure = lock_failure(settings)
+    if failure is None:
+        return Check("locks", True, str(lock_dir_path(settings)))
+    fix = "Name a folder of your own on a disk of this machine with DEEPGEMM_JIT_LOCK_DIR"
+    return Check("locks", False, f"do not work, processes may compile the same kernels: {failure}", fix)
+
+
+def _kernels(builder: Builder, entries: list[Entry], arch: str) -> Check:
     name = f"kernels of {arch}"
     try:
         keys = {builder.request(spec).key for spec in kernel_set(arch)}
     except DeepGemmJitError:
         return Check(name, False, "not known, as they do not render", "See headers")
-    built = len(keys & {entry.key for entry in builder.store.entries()})
+    built = len(keys & {entry.key for entry in entries})
     # What is missing is compiled on first use, unless the policy forbids it.
     ok = built == len(keys) or builder.settings.compile != "never"
     return Check(name, ok, f"{built} of {len(keys)} are in the store", "" if ok else builder.warmup_command(arch))

@@ -11,8 +11,12 @@ from typing import Any
 
 import click
 
+from deepgemm_jit.builder import Builder
+from deepgemm_jit.cli.terminal import say, shown
 from deepgemm_jit.errors import DeepGemmJitError
 from deepgemm_jit.settings import Settings, read_settings
+from deepgemm_jit.store import Damage, Entry
+from deepgemm_jit.store.location import Location, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,35 @@ class Session:
     def settings(self) -> Settings:
         """Return the settings of this command: the environment's, and ``--cache-dir`` before them."""
         return read_settings(cache_dir=self.cache_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A store to look at; where ``is_there`` is False its folder is missing, and the builder's store must not be asked."""
+
+    place: Location
+    builder: Builder
+    is_there: bool
+
+    def entries(self) -> list[Entry]:
+        """Return the well-formed entries."""
+        return list(self.builder.store.entries()) if self.is_there else []
+
+    def damage(self) -> list[Damage]:
+        """Return what cannot be used."""
+        return self.builder.store.verify() if self.is_there else []
+
+
+def open_store(settings: Settings) -> Opened:
+    """Return the store of these settings to look at; creates nothing.
+
+    Raises:
+        StoreError: it cannot be used.
+    """
+    place = locate(settings, create=False)
+    if place.root is None:
+        raise place.error()
+    return Opened(place, Builder(settings), is_there=place.root.exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +84,10 @@ def _directory(_context: click.Context, _parameter: click.Parameter, value: str 
     if not value.strip():
         raise click.BadParameter("is empty; a directory path is needed.")
     # Made absolute but not resolved: the store refuses symbolic links, so it must see them.
-    return Path(value).absolute()
+    try:
+        return Path(value).absolute()
+    except FileNotFoundError as error:
+        raise click.BadParameter("is relative, and the working directory is gone; name an absolute path.") from error
 
 
 def command(function: Callable[..., Reply]) -> Callable[..., None]:
@@ -73,14 +109,14 @@ def command(function: Callable[..., Reply]) -> Callable[..., None]:
         try:
             reply = function(session, **options)
         except DeepGemmJitError as error:
-            click.echo(f"Error: {error}", err=True)
+            say(f"Error: {error}", err=True)
             reply = Reply({"error": {"type": type(error).__name__, "message": str(error)}}, (), ok=False)
         if as_json:
             click.echo(json.dumps(reply.payload, indent=2))
         else:
             for part in reply.parts:
                 for line in _lines(part):
-                    click.echo(line)
+                    say(line)
         if not reply.ok:
             click.get_current_context().exit(1)
 
@@ -96,7 +132,7 @@ def _lines(part: str | Table) -> Iterator[str]:
     if isinstance(part, str):
         yield part
     elif part.rows:
-        grid = [[str(cell) for cell in row] for row in (part.headings, *part.rows)]
+        grid = [[shown(str(cell), keep="") for cell in row] for row in (part.headings, *part.rows)]
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         for row in (grid[0], ["-" * width for width in widths], *grid[1:]):
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

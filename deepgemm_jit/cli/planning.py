@@ -116,8 +116,9 @@ def problem_payload(problem: PlannedProblem) -> dict[str, Any]:
 @click.command()
 @arch_option(required=True)
 @command
-def kernels(_session: Session, arch: str) -> Reply:
+def kernels(session: Session, arch: str) -> Reply:
     """List the closed kernel set of an arch."""
+    session.settings()  # read for nothing but the refusal of a bad one
     specs = kernel_set(arch)
     return Reply(
         {"arch": arch, "kernels": [kernel_payload(spec) for spec in specs]},
@@ -129,8 +130,9 @@ def kernels(_session: Session, arch: str) -> Reply:
 @arch_option(required=True)
 @model_options(required=True)
 @command
-def plan(_session: Session, **options: Any) -> Reply:
+def plan(session: Session, **options: Any) -> Reply:
     """Map a model's config.json to the kernels its experts need."""
+    session.settings()  # read for nothing but the refusal of a bad one
     made = PlanOptions(**options).plan()
     return Reply(
         {

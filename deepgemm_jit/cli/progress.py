@@ -7,10 +7,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-import click
-
+from deepgemm_jit.cli.terminal import say
 from deepgemm_jit.warmup import KernelOutcome
 
 LOG_EVERY_S = 10.0
@@ -49,7 +48,9 @@ def _log_lines(total: int) -> Iterator[Callable[[KernelOutcome], None]]:
     def report() -> None:
         while not left.wait(LOG_EVERY_S):
             parts = ", ".join(f"{done[outcome]} {outcome}" for outcome in ("compiled", "cached", "failed"))
-            click.echo(f"{done.total()} of {total} kernels after {time.monotonic() - started:.0f} s: {parts}", err=True)
+            # A log that cannot be written must not keep kernels from being built.
+            with suppress(OSError):
+                say(f"{done.total()} of {total} kernels after {time.monotonic() - started:.0f} s: {parts}", err=True)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from deepgemm_jit.builder import Builder
-from deepgemm_jit.cli.output import Reply, Session, Table, command, count
+from deepgemm_jit.cli.output import Reply, Session, Table, command, count, open_store
 from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
+from deepgemm_jit.cli.terminal import say
+from deepgemm_jit.errors import StoreError
 from deepgemm_jit.spec import ARCHES, KernelSpec, kernels_by_name
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
 from deepgemm_jit.store import Entry
@@ -24,19 +25,21 @@ def verify(session: Session, arch: str | None, **options: Any) -> Reply:
     """Check every entry of the store and, with --arch, that no kernel is missing."""
     if arch is None and any(value is not None for value in options.values()):
         raise click.UsageError("--model and its sizes need --arch.")
-    builder = Builder(session.settings())
-    store = builder.store
-    entries = list(store.entries())
-    damage = store.verify()
+    try:
+        opened = open_store(session.settings())
+    except StoreError as error:
+        # The object stays the one of this command: programs that read it look for what is bad.
+        bad = [{"path": error.path, "reason": str(error)}]
+        say(f"Error: {error}", err=True)
+        return Reply({"ok": False, "checked": 0, "bad": bad, "missing": []}, (), ok=False)
+    entries, damage = opened.entries(), opened.damage()
     # An entry that names a damaged object is as bad as one that is damaged itself.
     bad_files = {found.path.name for found in damage}
     sound = {entry.key for entry in entries if not {entry.digest, _index_name(entry)} & bad_files}
     checked = len({*map(_index_name, entries), *(name for name in bad_files if name.endswith(".json"))})
     bad = [{"path": str(found.path), "reason": found.reason} for found in damage]
-    if store.root is None:
-        bad.append({"path": str(session.settings().cache_dir or ""), "reason": store.describe()})
 
-    parts: list[str | Table] = [f"store: {store.describe()}", f"{count(checked, 'entry', 'entries')} checked, {len(bad)} bad"]
+    parts: list[str | Table] = [f"store: {opened.place.text}", f"{count(checked, 'entry', 'entries')} checked, {len(bad)} bad"]
     if bad:
         parts.append(Table(("bad", "reason"), [(fault["path"], fault["reason"]) for fault in bad]))
     missing = []
@@ -46,7 +49,7 @@ def verify(session: Session, arch: str | None, **options: Any) -> Reply:
         wanted = PlanOptions(arch, **options)
         plan, fix = wanted.plan(), wanted.warmup_command(session)
         # By key, not by a look-up: that sets damaged files aside, and a check leaves the store as it is.
-        missing = [{"name": spec.name, "command": fix} for spec in plan.kernels if builder.request(spec).key not in sound]
+        missing = [{"name": spec.name, "command": fix} for spec in plan.kernels if opened.builder.request(spec).key not in sound]
         parts.append(f"{len(missing)} of {count(len(plan.kernels), 'kernel')} missing")
         if missing:
             parts += [Table(("missing",), [(kernel["name"],) for kernel in missing]), f"build them with: {fix}"]
@@ -58,8 +61,8 @@ def verify(session: Session, arch: str | None, **options: Any) -> Reply:
 @command
 def list_(session: Session) -> Reply:
     """List the entries of the store."""
-    store = Builder(session.settings()).store
-    entries = sorted(store.entries(), key=lambda entry: (entry.entry, entry.nvrtc_version, entry.key))
+    opened = open_store(session.settings())
+    entries = sorted(opened.entries(), key=lambda entry: (entry.entry, entry.nvrtc_version, entry.key))
     total_bytes = sum({entry.digest: entry.size_bytes for entry in entries}.values())
     rows = [
         (
@@ -73,10 +76,10 @@ def list_(session: Session) -> Reply:
         for e in entries
     ]
     return Reply(
-        {"store": str(store.root or ""), "entries": [_entry_payload(entry) for entry in entries], "size_bytes": total_bytes},
+        {"store": str(opened.place.root), "entries": [_entry_payload(entry) for entry in entries], "size_bytes": total_bytes},
         [
             Table(("kernel", "NVRTC", "registers", "spill bytes", "size bytes", "request key"), rows),
-            f"store: {store.describe()}",
+            f"store: {opened.place.text}",
             f"{count(len(entries), 'entry', 'entries')}, {total_bytes / 2**20:.1f} MiB of cubins",
         ],
     )
@@ -87,8 +90,9 @@ def list_(session: Session) -> Reply:
 @command
 def show(session: Session, name: str) -> Reply:
     """Show one kernel: what it is, what the compiler made of it, and its rendered source."""
-    builder = Builder(session.settings())
-    stored = [entry for entry in builder.store.entries() if entry.entry == name]
+    opened = open_store(session.settings())
+    builder = opened.builder
+    stored = [entry for entry in opened.entries() if entry.entry == name]
     spec = _spec_for(name, stored)
     request = builder.request(spec)
     dynamic_bytes = dynamic_shared_memory_bytes(spec)

@@ -10,7 +10,10 @@ import click
 from deepgemm_jit.cli.output import Reply, Session, command, count
 from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
 from deepgemm_jit.cli.progress import progress
+from deepgemm_jit.cli.terminal import say
 from deepgemm_jit.warmup import DEFAULT_TIMEOUT_S, WarmupReport, build_plan
+
+_NAMES_SHOWN = 3
 
 
 class _Seconds(click.FloatRange):
@@ -57,7 +60,8 @@ def warmup(session: Session, jobs: int | None, timeout_s: float, **options: Any)
         "worker_peak_bytes": report.worker_peak_bytes,
     }
     for error, names in _failures(report).items():
-        click.echo(f"Error: {', '.join(names)}: {error}", err=True)
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        say(f"Error: {error}\n{count(len(names), 'kernel')} failed so: {', '.join(names[:_NAMES_SHOWN])}{more}", err=True)
     summary = (
         f"{report.arch}: {count(report.kernels, 'kernel')} in {report.seconds:.1f} s: "
         f"{report.compiled} compiled, {report.cached} cached, {len(failed)} failed"

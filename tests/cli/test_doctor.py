@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ from typing import Any
 import pytest
 from doubles.driver import DriverDouble
 
-from deepgemm_jit.cli.doctor import machine_checks
+from deepgemm_jit.builder import build
+from deepgemm_jit.cli.doctor import _store, machine_checks
+from deepgemm_jit.cli.output import open_store
 from deepgemm_jit.compiler import nvrtc_info
 from deepgemm_jit.runtime import driver_report
+from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import kernel_set
 
 pytestmark = pytest.mark.nvrtc
@@ -50,17 +55,32 @@ def faults(checks: Checks) -> list[str]:
 
 def test_every_part_is_checked_and_a_sound_installation_has_no_fault(doctor: Doctor) -> None:
     checks = doctor()
-    assert list(checks) == ["versions", "settings", "nvrtc", "headers", "driver", "store", "kernels of sm_90a"]
+    assert list(checks) == ["versions", "settings", "nvrtc", "headers", "driver", "store", "locks", "kernels of sm_90a"]
     assert faults(checks) == []
+    if "no NVIDIA driver" in checks["driver"]["detail"]:
+        assert checks["driver"]["detail"] == "no NVIDIA driver here: compile only"
     assert f"0 of {len(kernel_set('sm_90a'))}" in checks["kernels of sm_90a"]["detail"]
 
 
 def test_each_setting_is_printed_with_its_origin(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEEPGEMM_JIT_JOBS", "3")
     lines = doctor("--cache-dir", str(tmp_path / "given"))["settings"]["detail"].splitlines()
-    assert f"cache_dir = {tmp_path / 'given'} (from argument)" in lines
-    assert "jobs = 3 (from DEEPGEMM_JIT_JOBS)" in lines
-    assert "compile = auto (from default)" in lines
+    assert f"DEEPGEMM_JIT_CACHE_DIR = {tmp_path / 'given'} (from argument)" in lines
+    assert "DEEPGEMM_JIT_JOBS = 3 (from DEEPGEMM_JIT_JOBS)" in lines
+    assert "DEEPGEMM_JIT_COMPILE = auto (default)" in lines
+
+
+def test_what_is_not_set_is_printed_with_its_effective_value(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("DEEPGEMM_JIT_CACHE_DIR", "DEEPGEMM_JIT_LOCK_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    lines = doctor()["settings"]["detail"].splitlines()
+    assert f"DEEPGEMM_JIT_CACHE_DIR = {tmp_path / '.cache/deepgemm_jit'} (from the home directory)" in lines
+    assert f"DEEPGEMM_JIT_LOCK_DIR = {tmp_path / f'deepgemm_jit-locks-{os.geteuid()}'} (default)" in lines
+    assert f"DEEPGEMM_JIT_JOBS = {len(os.sched_getaffinity(0))} (default)" in lines
 
 
 @pytest.mark.parametrize(
@@ -70,6 +90,8 @@ def test_each_setting_is_printed_with_its_origin(doctor: Doctor, monkeypatch: py
         ("NO_SUCH_SETTING", "1", "settings", "DEEPGEMM_JIT_NO_SUCH_SETTING"),
         ("CACHE_DIR", "/proc/no-store-here", "store", "/proc/no-store-here"),
         ("COMPILE", "never", "kernels of sm_90a", "0 of"),
+        ("LOCK_DIR", "/proc", "locks", "/proc"),
+        ("LOCK_DIR", "/dev/null", "locks", "is not a directory"),
     ],
 )
 def test_a_fault_is_found_and_the_other_checks_go_on(
@@ -88,6 +110,47 @@ def test_a_store_that_others_may_write_is_a_fault(doctor: Doctor, tmp_path: Path
     checks = doctor("--cache-dir", str(shared))
     assert faults(checks) == ["store"]
     assert str(shared) in checks["store"]["detail"]
+
+
+def test_a_read_only_store_of_root_serves_another_user_and_is_no_fault() -> None:
+    if os.geteuid() != 0:
+        pytest.skip(f"only root can become another user; this is uid {os.geteuid()}")
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        build(kernel_set("sm_90a")[0], read_settings(cache_dir=root / "full"))
+        for folder in ("full", "empty"):
+            (root / folder).mkdir(exist_ok=True)
+            (root / folder).chmod(0o755)
+        found = []
+        for folder in ("full", "empty"):
+            reader, writer = os.pipe()
+            if (child := os.fork()) == 0:
+                try:
+                    os.setuid(12345)
+                    check = _store(open_store(read_settings(cache_dir=root / folder)))
+                    os.write(writer, json.dumps([check.ok, check.detail]).encode())
+                finally:
+                    os._exit(0)  # whatever happens, the tests go on in the parent only
+            os.close(writer)
+            os.waitpid(child, 0)
+            found.append(json.loads(os.read(reader, 10000)))
+    (full_ok, detail), (empty_ok, _) = found
+    assert (full_ok, empty_ok) == (True, False)
+    assert detail.endswith("read only: hits are served, misses stay in memory")
+
+
+def test_missing_builtins_of_nvrtc_are_a_fault(doctor: Doctor, tmp_path: Path) -> None:
+    # NVRTC gives this result when the library is missing; the tests of the compiler take it away for real.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import deepgemm_jit.compiler.nvrtc as nvrtc\n"
+        "def run(*args): nvrtc._raise_broken_builtins('builtins failed')\n"
+        "nvrtc._run = run\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    checks = doctor(environment={**os.environ, "PYTHONPATH": path})
+    assert faults(checks) == ["nvrtc"]
+    assert "libnvrtc-builtins" in checks["nvrtc"]["detail"]
 
 
 def test_without_the_packages_of_cuda_nvrtc_is_a_fault_with_its_cause_and_the_driver_is_none(

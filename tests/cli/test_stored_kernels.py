@@ -186,12 +186,23 @@ def test_a_warm_up_is_quiet_for_programs(run: Run, monkeypatch: pytest.MonkeyPat
     assert run("warmup", "--arch", "sm_90a", "--jobs", 2, "--json").stderr == ""
 
 
+def test_a_warm_up_whose_stderr_is_closed_builds(cache_dir: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m deepgemm_jit warmup --arch sm_90a --jobs 2 2>&-"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, env=environment, check=True, timeout=120)
+    assert len(list(cache_dir.glob("v1/kernels/*"))) == len(WHOLE_SET)
+
+
 def test_a_warm_up_without_nvrtc_exits_with_1_and_says_once_what_is_missing(
     program: Program, hiding: Callable[[str], Environment]
 ) -> None:
     finished = program("-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2", environment=hiding("cuda"))
     assert finished.returncode == 1
     assert finished.stderr.count("pip install") == 1
+    cause, names = finished.stderr.splitlines()
+    assert cause.startswith("Error: package cuda-")
+    assert names.startswith(f"{len(WHOLE_SET)} kernels failed so: ")
+    assert names.endswith(f" and {len(WHOLE_SET) - 3} more")
     assert "Traceback" not in finished.stderr
 
 

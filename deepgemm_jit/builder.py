@@ -158,7 +158,7 @@ def check_loadable(max_cuda_major: int) -> None:
         raise ToolchainError(
             missing=f"NVRTC {version}",
             looked_for=f"one of CUDA {max_cuda_major}, as the driver of this machine loads no cubin of a newer one",
-            fix="Install deepgemm-jit[cu12] or update the driver",
+            fix="Install nvidia-cuda-nvrtc-cu12 with cuda-python of CUDA 12, or update the driver",
         )
 
 

@@ -24,7 +24,7 @@ def test_an_nvrtc_newer_than_the_driver_compiles_nothing_and_says_what_fits() ->
     with pytest.raises(ToolchainError, match=f"one of CUDA {major - 1}") as refused:
         builder.build(CAST, max_cuda_major=major - 1)
     assert refused.value.missing == f"NVRTC {nvrtc_info().version}"
-    assert "deepgemm-jit[cu12]" in refused.value.fix
+    assert "nvidia-cuda-nvrtc-cu12" in refused.value.fix
     assert list(builder.store.entries()) == []
     # Where the driver loads it, or no driver is asked, it is built.
     assert builder.build(CAST, max_cuda_major=major).outcome == "compiled"

@@ -143,7 +143,7 @@ def _find(module: str, name: str) -> Any:
         raise ToolchainError(
             missing="transformers",
             looked_for=f"{_PACKAGE}.{module}.{name}",
-            fix='Install it with: pip install "deepgemm-jit[transformers]"',
+            fix="Install it with: pip install transformers accelerate",
         ) from error
 
 

@@ -8,7 +8,7 @@ if find_spec("torch") is None:
     raise ToolchainError(
         missing="package torch",
         looked_for="torch",
-        fix="Install it with: pip install 'deepgemm-jit[torch]'; all else works without",
+        fix="Install it with: pip install torch; all else works without",
     )
 
 from deepgemm_jit.ops.experts import bf16_experts, fp8_experts

@@ -292,7 +292,7 @@ def _started_bindings() -> Any:
         raise ToolchainError(
             missing="the Python bindings of the CUDA driver",
             looked_for="cuda.bindings.driver of the package cuda-python",
-            fix="Install deepgemm-jit[cu13], or [cu12] for CUDA 12",
+            fix="Install cuda-python (its major version is that of your CUDA driver)",
         ) from failure
     # cuInit comes first: bindings asked for anything else without a driver have been seen to fail in worse ways.
     try:

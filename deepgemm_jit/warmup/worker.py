@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -55,9 +56,14 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@cache
+def _builder() -> Builder:
+    return Builder()  # one for all lines: what is wrong with the store is said once
+
+
 def _answer(text: str) -> dict[str, Any]:
     try:
-        built = Builder().build(KernelSpec.from_text(text))
+        built = _builder().build(KernelSpec.from_text(text))
     except DeepGemmJitError as error:
         return {"error": str(error)}
     except Exception:  # noqa: BLE001 - whatever one kernel meets, the others are still to be built

@@ -187,4 +187,4 @@ def test_a_driver_older_than_nvrtc_is_a_fault_with_the_extra_that_fits_it() -> N
     driver, gpu = machine_checks(driver_report(double))
     assert (driver.ok, gpu.ok) == (False, True)
     assert nvrtc_info().version in driver.detail
-    assert "deepgemm-jit[cu12]" in driver.fix
+    assert "nvidia-cuda-nvrtc-cu12" in driver.fix

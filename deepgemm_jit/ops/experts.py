@@ -6,14 +6,16 @@ Rows of the grouped matrices are counted for the worst case, which needs no numb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
 from deepgemm_jit.ops.launching import call_on, column_stride, empty_m_major, kernel_for, run, run_gemm
 from deepgemm_jit.ops.library import define
-from deepgemm_jit.ops.weights import Activation, Experts
+from deepgemm_jit.ops.weights import Activation, Experts, activation_for
 from deepgemm_jit.runtime.steps import (
     CombineCall,
     Gate,
@@ -25,7 +27,6 @@ from deepgemm_jit.runtime.steps import (
     prepare_gather,
     prepare_route,
 )
-from deepgemm_jit.service import Call
 from deepgemm_jit.spec import (
     ACTIVATE,
     COMBINE,
@@ -42,7 +43,6 @@ from deepgemm_jit.spec import (
 
 MAX_TOP_K = 16
 _ALIGNMENT = 128
-_SILU = Activation("silu")
 _ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_ROWS = 64
 """Rows per expert up to which groups are aligned to 64, where only tiles of 64 rows fit."""
@@ -70,12 +70,17 @@ def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: to
         UnsupportedError: the GPU has no kernels.
         KernelNotBuiltError: the compile policy is "never" and a kernel is not built.
     """
-    up, down = experts.gate_up, experts.down
+    given: object = experts
+    if not isinstance(given, Experts):
+        fault = f"experts must be what prepare_experts returns, not {type(given).__name__}"
+        raise OperandError(operation="fp8_experts", faults=[fault])
     checks.require_tensors("fp8_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
+    up, down, gate = experts.gate_up, experts.down, _gate(experts.activation, experts.gated)
     projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
-        hidden, topk_index, topk_weights, up.weight, up.scale, up.activation_scale, up.scale_kind == "row", False
-    )
-    gate, projected = _gate(experts.activation, experts.gated, projected)
+        hidden, topk_index, topk_weights, down.weight, up.weight, up.scale, up.activation_scale, up.scale_kind == "row", False,
+        gate.value,
+    )  # fmt: skip
+    projected = _called_back("fp8_experts", experts.activation, projected, experts.intermediate_size)
     return _down(
         projected, topk_index, topk_weights, rows, ends, down.weight, down.scale, down.activation_scale, down.scale_kind == "row",
         False, gate, False, experts.activation,
@@ -92,7 +97,9 @@ def bf16_experts(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    activation: Activation = _SILU,
+    activation: str | Callable[[torch.Tensor], torch.Tensor] | Activation = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, in bfloat16; rounding and routing as in :func:`fp8_experts`.
 
@@ -105,7 +112,10 @@ def bf16_experts(
         gated: the first GEMM gives gate and up.
         transposed: weights lie N-major; the tensor core transposes them.
         interleaved: gate and up columns alternate instead of following each other.
-        activation: between the GEMMs.
+        activation: "silu", or a function of (R, N1) bfloat16, N1 = 2I or I, that returns (R, I) bfloat16; or both it and the
+            numbers below as an ``Activation``.
+        swiglu_limit: as for :func:`prepare_experts`.
+        swiglu_alpha: as for :func:`prepare_experts`.
 
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_experts`.
@@ -113,23 +123,41 @@ def bf16_experts(
     checks.require_tensors(
         "bf16_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights, gate_up=gate_up, down=down
     )
+    function = activation_for("bf16_experts", activation, gated, swiglu_limit, swiglu_alpha)
+    gate = _gate(function, gated)
     projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
-        hidden, topk_index, topk_weights, gate_up, None, None, False, transposed
+        hidden, topk_index, topk_weights, down, gate_up, None, None, False, transposed, gate.value
     )
-    gate, projected = _gate(activation, gated, projected)
+    projected = _called_back("bf16_experts", function, projected, down.shape[1 if transposed else 2])
     return _down(
-        projected, topk_index, topk_weights, rows, ends, down, None, None, False, transposed, gate, interleaved, activation
+        projected, topk_index, topk_weights, rows, ends, down, None, None, False, transposed, gate, interleaved, function
     )
 
 
-def _gate(activation: Activation, gated: bool, projected: torch.Tensor) -> tuple[Gate, torch.Tensor]:
+def _gate(activation: Activation, gated: bool) -> Gate:
     if activation.callback is not None:
-        return Gate.PASS, activation.callback(projected)
+        return Gate.PASS
     if not gated:
-        return Gate.SILU, projected
+        return Gate.SILU
     if activation.alpha is not None:
-        return Gate.ALPHA_GATE, projected
-    return (Gate.SILU_GATE if activation.limit is None else Gate.CLAMPED_GATE), projected
+        return Gate.ALPHA_GATE
+    return Gate.SILU_GATE if activation.limit is None else Gate.CLAMPED_GATE
+
+
+def _called_back(operation: str, activation: Activation, projected: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return what the caller's activation makes of ``projected``, or that where there is none."""
+    if activation.callback is None:
+        return projected
+    activated: object = activation.callback(projected)
+    wanted = (projected.shape[0], columns)
+    if not isinstance(activated, torch.Tensor):
+        given = type(activated).__name__
+    elif activated.dtype != torch.bfloat16 or tuple(activated.shape) != wanted or activated.device != projected.device:
+        given = f"{tuple(activated.shape)} {activated.dtype} on {activated.device}"
+    else:
+        return activated
+    fault = f"the activation must return {wanted} {torch.bfloat16} on {projected.device}, not {given}"
+    raise OperandError(operation=operation, faults=[fault])
 
 
 def _down(
@@ -156,33 +184,59 @@ def _down(
     return out
 
 
+def _factor(gate: int) -> int:
+    """Return how many columns of the first GEMM make one of the second."""
+    return 1 if gate in (Gate.PASS.value, Gate.SILU.value) else 2
+
+
 def _check(
     hidden: torch.Tensor,
     topk_index: torch.Tensor,
     topk_weights: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    quantized: bool,
     n_major: bool,
+    gate: int,
     fake: bool,
 ) -> None:
+    """Check all operands of a forward, those of its second half too: nothing is launched when one is wrong."""
     faults = checks.Faults("the experts forward", fake)
     index_dtype = topk_index.dtype if topk_index.dtype in (torch.int32, torch.int64) else torch.int64
     routing_dtype = topk_weights.dtype if topk_weights.dtype in _ROUTING_DTYPES else torch.float32
+    weight_dtype, step = (torch.float8_e4m3fn, 16) if quantized else (torch.bfloat16, 8)
     looked_at = [
         faults.look_at("hidden", hidden, torch.bfloat16, 2),
         faults.look_at("topk_index", topk_index, index_dtype, 2),
         faults.look_at("topk_weights", topk_weights, routing_dtype, 2),
-        faults.look_at("weights", weight, torch.bfloat16 if scale is None else torch.float8_e4m3fn, 3),
+        faults.look_at("gate_up weights", up, weight_dtype, 3),
+        faults.look_at("down weights", down, weight_dtype, 3),
     ]
     if not all(looked_at):
         faults.raise_if_any()
-    faults.look_at_devices({"hidden": hidden, "topk_index": topk_index, "topk_weights": topk_weights, "weights": weight})
-    (tokens, hidden_size), top_k = hidden.shape, topk_index.shape[1]
-    experts, k = weight.shape[0], weight.shape[1 if n_major else 2]
-    if hidden_size != k:
-        faults.add(f"hidden has {hidden_size} columns and the weights take {k}")
-    faults.look_at_size("hidden size", hidden_size, 8 if scale is None else 16)
+    faults.look_at_devices(
+        {"hidden": hidden, "topk_index": topk_index, "topk_weights": topk_weights, "gate_up weights": up, "down weights": down}
+    )
+    (tokens, hidden_size), top_k, experts = hidden.shape, topk_index.shape[1], up.shape[0]
+    intermediate = down.shape[1 if n_major else 2]
+    wide = (
+        up.shape[2 if n_major else 1] if gate == Gate.PASS.value else _factor(gate) * intermediate
+    )  # a callback may do as it likes
+    if hidden_size != up.shape[1 if n_major else 2]:
+        faults.add(f"hidden has {hidden_size} columns and the gate_up weights take {up.shape[1 if n_major else 2]}")
+    else:
+        words = "(E, H, N1)" if n_major else "(E, N1, H)"
+        faults.look_at_shape(
+            "gate_up weights", up, (experts, hidden_size, wide) if n_major else (experts, wide, hidden_size), words
+        )
+    words = "(E, I, H)" if n_major else "(E, H, I)"
+    down_shape = (experts, intermediate, hidden_size) if n_major else (experts, hidden_size, intermediate)
+    faults.look_at_shape("down weights", down, down_shape, words)
+    faults.look_at_size("hidden size", hidden_size, step)
+    faults.look_at_size("intermediate size", intermediate, step)
     faults.look_at_rows("hidden", hidden, 8)
+    faults.look_at_rows("gate_up weights", up, step)
+    faults.look_at_rows("down weights", down, step)
     faults.look_at_shape("topk_index", topk_index, (tokens, top_k), "(T, k)")
     faults.look_at_shape("topk_weights", topk_weights, tuple(topk_index.shape), "that of topk_index")
     if not 1 <= top_k <= MAX_TOP_K:
@@ -210,25 +264,12 @@ def _pairs(topk_index: torch.Tensor, rows: torch.Tensor) -> Pairs:
     return Pairs(topk_index.data_ptr(), rows.data_ptr(), rows.numel(), rows.shape[1], topk_index.dtype == torch.int64)
 
 
-def _grouped(
-    call: Call,
-    pairs: int,
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-    ends: torch.Tensor,
-    row_scales: bool,
-    n_major: bool,
-) -> None:
-    experts = weight.shape[0]
+def _problem(pairs: int, weight: torch.Tensor, quantized: bool, row_scales: bool, n_major: bool) -> GemmProblem:
+    experts, n, k = weight.shape[0], weight.shape[2 if n_major else 1], weight.shape[1 if n_major else 2]
     alignment, rows = _layout(pairs, experts)
-    dtype = "bf16" if scale is None else "e4m3"
+    dtype = "e4m3" if quantized else "bf16"
     variant = (N_MAJOR,) if n_major else (ROW_SCALES,) if row_scales else ()
-    problem = GemmProblem(rows, out.shape[1], a.shape[1], experts, Layout.PREFIX_SUMS, alignment, (dtype, dtype, "bf16"), variant)
-    scales = None if a_scale is None or scale is None else (a_scale, scale)
-    run_gemm(call, kernel_for(call, problem), problem, a, weight, out, ends, scales)
+    return GemmProblem(rows, n, k, experts, Layout.PREFIX_SUMS, alignment, (dtype, dtype, "bf16"), variant)
 
 
 def _empty_rows(capacity: int, columns: int, device: torch.device, quantized: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -236,6 +277,10 @@ def _empty_rows(capacity: int, columns: int, device: torch.device, quantized: bo
         return torch.empty((capacity, columns), dtype=torch.bfloat16, device=device), None
     scales = empty_m_major((capacity, checks.ceil_div(columns, checks.SCALE_BLOCK)), device)
     return torch.empty((capacity, columns), dtype=torch.float8_e4m3fn, device=device), scales
+
+
+def _scales(a: torch.Tensor | None, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if a is None or b is None else (a, b)
 
 
 def _rows_call(
@@ -257,15 +302,18 @@ def _experts_up(
     hidden: torch.Tensor,
     topk_index: torch.Tensor,
     topk_weights: torch.Tensor,
+    down: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     activation_scale: torch.Tensor | None,
     row_scales: bool,
     n_major: bool,
+    gate: int,
     *,
     fake: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check(hidden, topk_index, topk_weights, weight, scale, n_major, fake)
+    quantized = scale is not None
+    _check(hidden, topk_index, topk_weights, weight, down, quantized, n_major, gate, fake)
     (tokens, hidden_size), top_k, experts = hidden.shape, topk_index.shape[1], weight.shape[0]
     capacity = _capacity(tokens, top_k, experts)
     projected = torch.empty((capacity, weight.shape[2 if n_major else 1]), dtype=torch.bfloat16, device=hidden.device)
@@ -275,14 +323,15 @@ def _experts_up(
         return projected, rows, ends
     index = topk_index.contiguous()
     pairs = _pairs(index, rows)
+    problem = _problem(pairs.total, weight, quantized, row_scales, n_major)
     with call_on(hidden) as call:
+        kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
         route = select(StepProblem(ROUTE, ("i32",)), call.limits)
-        alignment, _ = _layout(pairs.total, experts)
-        run(call, route, prepare_route(route, RouteCall(pairs, ends.data_ptr(), experts, alignment)))
-        a, a_scale = _empty_rows(capacity, hidden_size, hidden.device, scale is not None)
-        gather = select(StepProblem(GATHER, ("bf16", "bf16" if scale is None else "e4m3")), call.limits)
+        run(call, route, prepare_route(route, RouteCall(pairs, ends.data_ptr(), experts, problem.alignment)))
+        a, a_scale = _empty_rows(capacity, hidden_size, hidden.device, quantized)
+        gather = select(StepProblem(GATHER, ("bf16", "e4m3" if quantized else "bf16")), call.limits)
         run(call, gather, prepare_gather(gather, _rows_call(hidden, a, a_scale, activation_scale, pairs)))
-        _grouped(call, pairs.total, a, a_scale, weight, scale, projected, ends, row_scales, n_major)
+        run_gemm(call, kernel, problem, a, weight, projected, ends, _scales(a_scale, scale))
     return projected, rows, ends
 
 
@@ -305,15 +354,10 @@ def _experts_down(
     fake: bool = False,
 ) -> torch.Tensor:
     intermediate, hidden_size = weight.shape[1 if n_major else 2], weight.shape[2 if n_major else 1]
-    factor = 1 if gate in (Gate.PASS.value, Gate.SILU.value) else 2
     faults = checks.Faults("the experts forward", fake)
-    faults.look_at("projected", projected, torch.bfloat16, 2)
-    if projected.shape[-1] != factor * intermediate:
-        faults.add(
-            f"the activation gives {projected.shape[-1]} columns and the down weights take {intermediate}"
-            if gate == Gate.PASS.value
-            else f"the up weights have {projected.shape[-1]} rows, needed: {factor * intermediate} ({factor} x intermediate size)"
-        )
+    capacity = _capacity(topk_index.shape[0], topk_index.shape[1], weight.shape[0])
+    if faults.look_at("projected", projected, torch.bfloat16, 2):
+        faults.look_at_shape("projected", projected, (capacity, _factor(gate) * intermediate), "(rows of experts_up, N1)")
     faults.look_at_devices({"projected": projected, "topk_weights": topk_weights, "weights": weight})
     faults.raise_if_any()
     tokens = topk_index.shape[0]
@@ -323,10 +367,12 @@ def _experts_down(
     index = topk_index.contiguous()
     pairs = _pairs(index, rows)
     weights = topk_weights.contiguous() if topk_weights.dtype in (torch.float32, torch.bfloat16) else topk_weights.float()
-    if projected.stride(-1) != 1 or projected.stride(0) % 8 or projected.data_ptr() % 16:
+    stride = projected.stride(0)
+    if projected.stride(1) != 1 or stride < projected.shape[1] or stride % 8 or projected.data_ptr() % 16:
         projected = projected.contiguous()
-    capacity = projected.shape[0]
+    problem = _problem(pairs.total, weight, scale is not None, row_scales, n_major)
     with call_on(projected) as call:
+        kernel = kernel_for(call, problem)
         if scale is None and gate == Gate.PASS.value:
             a: torch.Tensor = projected
             a_scale: torch.Tensor | None = None
@@ -338,7 +384,7 @@ def _experts_down(
             )
             run(call, activate, prepare_activate(activate, rows_call))
         multiplied = torch.empty((capacity, hidden_size), dtype=torch.bfloat16, device=projected.device)
-        _grouped(call, pairs.total, a, a_scale, weight, scale, multiplied, ends, row_scales, n_major)
+        run_gemm(call, kernel, problem, a, weight, multiplied, ends, _scales(a_scale, scale))
         combine = select(StepProblem(COMBINE, ("bf16",)), call.limits)
         combined = CombineCall(
             input=multiplied.data_ptr(),
@@ -356,7 +402,8 @@ def _experts_down(
 _WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major"
 
 define(
-    f"experts_up(Tensor hidden, Tensor topk_index, Tensor topk_weights, {_WEIGHTS}) -> (Tensor, Tensor, Tensor)",
+    f"experts_up(Tensor hidden, Tensor topk_index, Tensor topk_weights, Tensor down, {_WEIGHTS}, int gate) "
+    "-> (Tensor, Tensor, Tensor)",
     _experts_up,
     partial(_experts_up, fake=True),
 )

@@ -86,21 +86,25 @@ def value_faults(name: str, scale: torch.Tensor, block: ScaleBlock) -> list[str]
     return []
 
 
-def scale_for_gemm(scale: torch.Tensor, stack: StackShape, block: ScaleBlock) -> tuple[torch.Tensor, ScaleKind]:
+def scale_for_gemm(
+    scale: torch.Tensor, stack: StackShape, block: ScaleBlock, halves_apart: bool
+) -> tuple[torch.Tensor, ScaleKind]:
     """Return a weight scale of one of its shapes as the GEMMs read it, and which way that is.
 
-    Scales of 128 x 128 blocks in contiguous float32 are returned as they are.
+    Scales of 128 x 128 blocks in contiguous float32 are returned as they are. ``halves_apart`` says that blocks of gate and up
+    were counted apart where the shape does not tell.
     """
     if scale.dtype != torch.float32:
         scale = ue8m0.float_from_ue8m0(scale)
     if block == PER_ROW:
         return _by_rows(scale, stack), "row"
-    if block == PER_BLOCK and scale.shape[1] == stack.n_blocks:
+    half = stack.n // 2
+    apart_but_equal = halves_apart and half % SCALE_BLOCK > 0 and scale.shape[1] == 2 * -(-half // SCALE_BLOCK)
+    if block == PER_BLOCK and scale.shape[1] == stack.n_blocks and not apart_but_equal:
         return scale.contiguous(), "block"
     if block is None and scale.shape[1:2] != (2,):
         return scale.reshape(-1, 1, 1).expand(stack.count, stack.n_blocks, stack.k_blocks).contiguous(), "block"
     # Gate and up have scales of their own, and a block may hold rows of both.
-    half = stack.n // 2
     if half % SCALE_BLOCK == 0:
         blocks = scale.repeat_interleave(half // SCALE_BLOCK, 1)
         return blocks.expand(stack.count, stack.n_blocks, stack.k_blocks).contiguous(), "block"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.ops import fp4
 from deepgemm_jit.ops.scales import FP4_BLOCK, ScaleKind, scale_for_gemm
 from deepgemm_jit.ops.stacks import OPERATION, Stack, check_stacks, stack_for, take_tensors
+from deepgemm_jit.spec import arch_of
 
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
@@ -95,6 +96,7 @@ def prepare_experts(
     swiglu_limit: float | None = None,
     swiglu_alpha: float | None = None,
     transposed: bool = False,
+    gate_up_blocks: Literal["together", "apart"] = "together",
 ) -> Experts:
     """Bring the weights of a layer's experts into the layouts that the GEMMs read; call it once, not in each forward.
 
@@ -109,7 +111,8 @@ def prepare_experts(
         gate_up_scale: float32 or UE8M0 (float8_e8m0fnu, or uint8 with its bits), read exactly. With N rows and K columns:
             blocks of (128, 128): (E, ceil(N / 128), ceil(K / 128)), or (E, 2 * ceil(I / 128), ceil(K / 128)) where the blocks of
             gate and up were counted apart; (1, 128): (E, N, ceil(K / 128)); per tensor: (E, 2, 1) with one scale for gate and one
-            for up, (E, 1, 1), (E, 1), (E,) or (); FP4: (E, N, ceil(K / 32)), powers of two or zero.
+            for up, (E, 1, 1), (E, 1), (E,) or (); FP4: (E, N, ceil(K / 32)), powers of two or zero. Where both counts of blocks
+            give one shape, they were counted together, as transformers' FP8Experts counts, unless ``gate_up_blocks`` says not.
         down_scale: likewise, without the forms for gate and up.
         block_size: rows and columns that share a scale of FP8 weights: (128, 128), (1, 128), or None for a scale per tensor.
         gate_up_activation_scale: (E,), (1,) or () float32: activations are quantized with this static scale. None: dynamically.
@@ -118,6 +121,7 @@ def prepare_experts(
         activation: "silu", or a function of (R, N1) bfloat16, N1 = 2I or I, that returns (R, I) bfloat16.
         swiglu_limit: clamp the gate to at most this, and up to within plus and minus this.
         swiglu_alpha: (up + 1) * gate * sigmoid(alpha * gate) instead of silu(gate) * up.
+        gate_up_blocks: how (128, 128) blocks of gate and up were counted, where the shape of their scales does not tell.
         transposed: FP8 weights are (E, K, N), each of which gets a K-major copy; scales have the shapes above all the same.
 
     Returns:
@@ -128,7 +132,7 @@ def prepare_experts(
         OperandError: all that is wrong with shapes, dtypes, scales and the activation's numbers.
         ContextMismatchError: tensors on different devices.
     """
-    function = _activation(activation, gated, swiglu_limit, swiglu_alpha)
+    function = activation_for(OPERATION, activation, gated, swiglu_limit, swiglu_alpha)
     with torch.no_grad():
         given = take_tensors(
             gate_up=gate_up,
@@ -143,38 +147,61 @@ def prepare_experts(
             stack_for("down", given, block_size, transposed=transposed, halves=False),
         )
         check_stacks(*stacks)
+        device = stacks[0].weight.device
+        if device.type == "cuda":
+            # A GPU without kernels is refused before anything is folded or copied on it.
+            arch_of(torch.cuda.get_device_capability(device))
         # FP4 is planned for both before either is written: a refusal leaves nothing behind.
         plans = [fp4.plan_fold(s.name, s.weight, s.scale) if s.block == FP4_BLOCK else None for s in stacks]
-        projections = [_projection(stack, plan) for stack, plan in zip(stacks, plans, strict=True)]
+        apart = (_are_apart(gate_up_blocks) and gated, False)
+        projections = [_projection(stack, plan, halves) for stack, plan, halves in zip(stacks, plans, apart, strict=True)]
     return Experts(projections[0], projections[1], gated, function)
 
 
-def _activation(activation: object, gated: bool, limit: float | None, alpha: float | None) -> Activation:
+def activation_for(operation: str, activation: object, gated: bool, limit: object, alpha: object) -> Activation:
+    """Return the checked activation of a call's arguments; ``activation`` may be one already, and then comes alone.
+
+    Raises:
+        UnsupportedError: an activation that has no kernel.
+        OperandError: numbers that mean nothing, or that nothing would read.
+    """
+    if isinstance(activation, Activation):
+        if (limit, alpha) != (None, None):
+            fault = "swiglu_limit and swiglu_alpha belong into the Activation that is given"
+            raise OperandError(operation=operation, faults=[fault])
+        kind, limit, alpha, callback = activation
+        activation = callback if callback is not None else kind
     faults = []
-    if limit is not None and not (math.isfinite(limit) and limit > 0):
-        faults.append(f"swiglu_limit = {limit} must be finite and greater than 0")
-    if alpha is not None and not math.isfinite(alpha):
-        faults.append(f"swiglu_alpha = {alpha} must be finite")
+    for name, value, least in (("swiglu_limit", limit, 0.0), ("swiglu_alpha", alpha, -math.inf)):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
+            faults.append(f"{name} = {value!r} must be a finite number" + (" greater than 0" if least == 0 else ""))
     if (limit, alpha) != (None, None) and (callable(activation) or not gated):
         owner = "a callback clamps and gates for itself" if callable(activation) else "experts without a gate have neither"
         faults.append(f"swiglu_limit and swiglu_alpha belong to the built-in gate; {owner}")
     if faults:
-        raise OperandError(operation=OPERATION, faults=faults)
+        raise OperandError(operation=operation, faults=faults)
     if callable(activation):
         return Activation("callback", callback=activation)
     if activation != "silu":
         raise UnsupportedError(given=f"activation = {activation!r}", supported="'silu', or a function of (R, N1) bfloat16")
-    return Activation("silu", None if limit is None else float(limit), None if alpha is None else float(alpha))
+    return Activation("silu", *(None if value is None else float(value) for value in (limit, alpha)))  # type: ignore[arg-type]
 
 
-def _projection(stack: Stack, plan: fp4.Fold | None) -> Projection:
+def _are_apart(gate_up_blocks: object) -> bool:
+    if gate_up_blocks not in ("together", "apart"):
+        fault = f"gate_up_blocks = {gate_up_blocks!r} must be 'together' or 'apart'"
+        raise OperandError(operation=OPERATION, faults=[fault])
+    return gate_up_blocks == "apart"
+
+
+def _projection(stack: Stack, plan: fp4.Fold | None, halves_apart: bool) -> Projection:
     kind: ScaleKind
     if plan is not None:
         weight, scale = fp4.fold(stack.weight, plan)
         kind = "block"
     else:
         weight = _as_gemms_read(stack.weight)
-        scale, kind = scale_for_gemm(stack.scale, stack.shape, stack.block)
+        scale, kind = scale_for_gemm(stack.scale, stack.shape, stack.block, halves_apart)
     static = stack.activation_scale
     if static is not None:
         static = static.expand(stack.shape.count).contiguous()

@@ -227,9 +227,10 @@ def operands(kind: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
             (each.weight, each.scale, each.activation_scale, each.scale_kind == "row", False)
             for each in (experts.gate_up, experts.down)
         )
-    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(hidden, index, weights, *up)
     gate_silu = 2
-    return (hidden, index, weights, *up), (projected, index, weights, rows, ends, *down, gate_silu, False, torch.inf, 0.0)
+    first = (hidden, index, weights, down[0], *up, gate_silu)
+    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(*first)
+    return first, (projected, index, weights, rows, ends, *down, gate_silu, False, torch.inf, 0.0)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own checks

@@ -14,7 +14,6 @@ import torch
 
 from deepgemm_jit.ops.weights import Activation
 
-_SILU_NAMES = ("SiLU", "SiLUActivation")
 _LIMIT, _ALPHA = 3.0, 1.7
 _WIDTH = 64
 
@@ -48,11 +47,11 @@ def activation_of(module: Any, known_gates: tuple[Callable[..., Any], ...]) -> A
         module: an experts module of transformers, ``has_gate`` set.
         known_gates: the gate functions of transformers that may be replaced by a kernel.
     """
-    silu = is_silu(module.act_fn)
     if not module.has_gate:
-        return Activation("silu") if silu else Activation("callback", callback=module.act_fn)
+        return Activation("silu") if is_silu(module.act_fn) else Activation("callback", callback=module.act_fn)
     function = getattr(module._apply_gate, "__func__", None)
-    gate = gate_seen(function) if silu and function in known_gates else None
+    # A class with a gate of its own may have no act_fn at all.
+    gate = gate_seen(function) if function in known_gates and is_silu(getattr(module, "act_fn", None)) else None
     if gate is None or any(getattr(module, name, gate) is not None for name in gate.others):
         return None
     limit = getattr(module, "swiglu_limit", None) if gate.reads_limit else None
@@ -63,8 +62,11 @@ def activation_of(module: Any, known_gates: tuple[Callable[..., Any], ...]) -> A
 
 
 def is_silu(function: Any) -> bool:
-    """Return whether an activation function is SiLU, by its type."""
-    return function is torch.nn.functional.silu or type(function).__name__ in _SILU_NAMES
+    """Return whether an activation function is the SiLU of torch or of transformers; a class derived may compute anything."""
+    from transformers import activations
+
+    theirs = getattr(activations, "SiLUActivation", torch.nn.SiLU)
+    return function is torch.nn.functional.silu or type(function) in (torch.nn.SiLU, theirs)
 
 
 @functools.cache
@@ -90,7 +92,8 @@ def gate_seen(function: Callable[..., Any]) -> _Gate | None:
 
 def _sample() -> torch.Tensor:
     """Return (8, 2 * _WIDTH): gate and up each from -12 to 12, large beside small."""
-    numbers = torch.linspace(-12, 12, 8 * _WIDTH)
+    # Told apart from the defaults: transformers builds models under another dtype and on another device.
+    numbers = torch.linspace(-12, 12, 8 * _WIDTH, dtype=torch.float64, device="cpu")
     return torch.cat([numbers.view(8, _WIDTH), numbers.view(_WIDTH, 8).T], dim=-1)
 
 
@@ -101,7 +104,7 @@ def _result(function: Callable[..., Any], limit: float | None, alpha: float | No
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None  # it wants more of a module than numbers
     others |= stand_in.others
-    return result if isinstance(result, torch.Tensor) and result.shape == (8, _WIDTH) else None
+    return result.double() if isinstance(result, torch.Tensor) and result.shape == (8, _WIDTH) else None
 
 
 def _swiglu(limit: float | None, alpha: float | None) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ if find_spec("torch") is None or find_spec("transformers") is None:
 import torch
 from integrations import peers
 from torch import nn
+from transformers import models
 from transformers.integrations.moe import use_experts_implementation
 
 from deepgemm_jit import ops
@@ -107,3 +112,60 @@ def test_bf16_weights_that_require_grad_are_refused_while_gradients_are_recorded
     module.down_proj.requires_grad_()
     with pytest.raises(OperandError, match="weights require grad.*no_grad"):
         module(*peers.random_call(module, 3))
+
+
+class _Config(SimpleNamespace):
+    """A configuration of tiny experts, whatever a class calls their sizes; None for all else."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "act" in name and "alpha" not in name:
+            return "silu"
+        if "hidden_size" in name or "intermediate_size" in name:
+            return 64
+        if "num" in name and "expert" in name or name == "n_routed_experts":
+            return 4
+        return {"swiglu_limit": 7.0, "swiglu_alpha": 1.7}.get(name)
+
+
+def decorated_classes() -> list[tuple[str, str]]:
+    """Return module and class of all experts of transformers' models that the decorator stands over, read off their source."""
+    found = []
+    for package in pkgutil.iter_modules(models.__path__):
+        for path in sorted(Path(models.__path__[0], package.name).glob("modeling_*.py")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            for number, line in enumerate(lines):
+                if line.startswith("@use_experts_implementation"):
+                    name = next(text for text in lines[number:] if text.startswith("class "))
+                    found.append((f"{models.__name__}.{package.name}.{path.stem}", name.split()[1].split("(")[0].rstrip(":")))
+    return found
+
+
+def test_experts_of_all_models_of_transformers_reach_the_operation_or_are_refused(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate of the class's own, without ``act_fn``, is one of them."""
+    monkeypatch.setattr(ops, "bf16_experts", lambda hidden, *_, activation, **__: served.append(activation.kind) or hidden)
+    outcomes: dict[str, str] = {}
+    for module_name, name in decorated_classes():
+        served: list[str] = []
+        try:
+            cls = getattr(importlib.import_module(module_name), name)
+            module = cls(_Config(_experts_implementation=integration.NAME)).to(BF16).requires_grad_(False)
+        except Exception as error:  # the class wants a configuration that we do not know
+            outcomes[name] = f"not made: {error!r}"
+            continue
+        hidden = torch.zeros((3, 64), dtype=BF16)
+        try:
+            with torch.no_grad():
+                module(hidden, torch.zeros((3, 2), dtype=torch.long), torch.ones((3, 2)))
+            (outcomes[name],) = served
+        except UnsupportedError as refused:
+            assert module.has_bias or module.has_post_expert_norm, name
+            outcomes[name] = f"refused: {refused}"
+    assert {outcomes[name] for name in ("MiniMaxM3VLExperts", "Glm5NextTextExperts", "HYV4Experts") if name in outcomes} <= {
+        "callback"
+    }
+    made = [name for name, outcome in outcomes.items() if not outcome.startswith("not made")]
+    assert len(made) > 0.8 * len(outcomes) > 20, {name: outcome for name, outcome in outcomes.items() if name not in made}

@@ -18,6 +18,7 @@ import torch
 from integrations import peers
 from torch import nn
 from transformers import Qwen3MoeForCausalLM
+from transformers.activations import ACT2FN
 from transformers.integrations import finegrained_fp8 as fp8
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -25,7 +26,7 @@ from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.integrations import experts as forwards
 from deepgemm_jit.integrations import transformers as integration
-from deepgemm_jit.integrations.gates import activation_of, gate_seen
+from deepgemm_jit.integrations.gates import activation_of, gate_seen, is_silu
 from deepgemm_jit.ops.weights import Activation, Experts
 
 pytestmark = [pytest.mark.none, pytest.mark.filterwarnings("ignore")]  # of transformers' own
@@ -231,3 +232,30 @@ def test_a_limit_that_the_gate_does_not_share_is_left_to_the_gate() -> None:
     assert activation_of(module, known) == Activation("silu", limit=0.5)
     module.limit = 0.25
     assert activation_of(module, known) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gates_are_recognised_under_any_default_dtype_and_device(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    gate_seen.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            seen = gate_seen(fp8.FP8Experts._apply_gate)
+    finally:
+        torch.set_default_dtype(before)
+        gate_seen.cache_clear()
+    assert seen is not None and seen.reads_limit and seen.reads_alpha
+
+
+def test_silu_is_told_by_its_class_and_not_by_the_name_of_one() -> None:
+    class SiLU(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.gelu(x)
+
+    class Scaled(nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    assert not is_silu(SiLU()) and not is_silu(Scaled())
+    assert is_silu(nn.SiLU()) and is_silu(ACT2FN["silu"]) and is_silu(nn.functional.silu)

@@ -14,18 +14,29 @@ from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError, OperandError, UnsupportedError
 from deepgemm_jit.integrations import prepared
 from deepgemm_jit.integrations.gates import activation_of
-from deepgemm_jit.ops.weights import Activation, Experts
+from deepgemm_jit.ops.scales import ScaleKind
+from deepgemm_jit.ops.weights import Activation, Experts, Projection
 
 FP8_BLOCKS = ((128, 128), (1, 128), None)
 """Weight blocks served; None is one scale per tensor."""
 
 
+class _Projection(NamedTuple):
+    """What was made for one projection; None: it serves as it lies in the module."""
+
+    weight: torch.Tensor | None
+    scale: torch.Tensor | None
+    activation_scale: torch.Tensor | None
+    scale_kind: ScaleKind
+
+
 class _Fp8(NamedTuple):
     """An FP8 experts module, prepared."""
 
-    experts: Experts
-    own_gate: bool
-    """The gate is the module's own method. It is bound anew in each call: kept here, it would keep the module alive."""
+    gate_up: _Projection
+    down: _Projection
+    activation: Activation | None
+    """None: the module's own method. It is bound anew in each call: kept here, it would keep the module alive."""
 
 
 class _Bf16(NamedTuple):
@@ -51,12 +62,7 @@ def fp8_experts_forward(
         UnsupportedError: a scheme without kernel; it names an ``experts_implementation`` that runs it.
     """
     _check_inputs(self, hidden_states, top_k_weights)
-    kept: _Fp8 = _value_for(self)
-    experts = kept.experts
-    if kept.own_gate:
-        own = Activation("callback", callback=self._apply_gate)
-        experts = Experts(experts.gate_up, experts.down, experts.gated, own)
-    return ops.fp8_experts(hidden_states, top_k_index, top_k_weights, experts)
+    return ops.fp8_experts(hidden_states, top_k_index, top_k_weights, prepared_experts(self))
 
 
 def bf16_experts_forward(
@@ -75,12 +81,12 @@ def bf16_experts_forward(
         ContextMismatchError: hidden states on another device than the weights.
         UnsupportedError: biases, a norm after the experts, or weights of another dtype.
     """
+    kept: _Bf16 = _value_for(self)  # before the inputs: a model of another dtype is told what runs it
     _check_inputs(self, hidden_states, top_k_weights)
     up = first_projection(self)
     if torch.is_grad_enabled() and (up.requires_grad or self.down_proj.requires_grad):
         fault = "weights require grad, and this forward has no backward; call it under torch.no_grad() or freeze the experts"
         raise OperandError(operation="deepgemm_jit experts", faults=[fault])
-    kept: _Bf16 = _value_for(self)
     # A gate of the module's own takes its columns as they lie; only ours has to be told how they do.
     activation = Activation("callback", callback=self._apply_gate) if kept.activation is None else kept.activation
     interleaved = self.has_gate and kept.activation is not None and not getattr(self, "is_concatenated", True)
@@ -103,13 +109,22 @@ def first_projection(module: Any) -> torch.Tensor:
     return weights
 
 
+def prepared_experts(module: Any) -> Experts:
+    """Return an FP8 experts module as the operation takes it: what lies right as it lies now, the rest as it was prepared."""
+    kept: _Fp8 = _value_for(module)
+    activation = Activation("callback", callback=module._apply_gate) if kept.activation is None else kept.activation
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return Experts(
+        _projection(module, first, "gate_up_proj_activation_scale", kept.gate_up),
+        _projection(module, "down_proj", "down_proj_activation_scale", kept.down),
+        module.has_gate,
+        activation,
+    )
+
+
 def prepare(module: Any) -> int:
     """Prepare one experts module, unless it is prepared already; return the bytes that the preparation holds beside it."""
-    if not prepared.is_prepared(module):
-        value = _prepare_fp8(module) if is_fp8(module) else _prepare_bf16(module)
-        prepared.remember(module, value)
-    kept = prepared.value_of(module)
-    return kept.experts.added_bytes if isinstance(kept, _Fp8) else 0
+    return prepared.added_bytes(prepared.value_for(module, _make))
 
 
 def is_fp8(module: Any) -> bool:
@@ -119,17 +134,32 @@ def is_fp8(module: Any) -> bool:
 
 def _value_for(module: Any) -> Any:
     if torch.compiler.is_compiling():
-        _prepare_while_tracing(id(module))
-    elif not prepared.is_prepared(module):
-        prepare(module)
-    return prepared.value_of(module)
+        return prepared.value_while_tracing(module, _prepare_while_tracing)
+    return prepared.value_for(module, _make)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepare_while_tracing(identity: int) -> bool:
     """Prepare before the graph that reads the result is built; the graph holds no trace of it."""
-    prepare(prepared.module_of(identity))
+    prepared.prepare_traced(identity, _make)
     return True
+
+
+def _make(module: Any) -> _Fp8 | _Bf16:
+    return _prepare_fp8(module) if is_fp8(module) else _prepare_bf16(module)
+
+
+def _projection(module: Any, name: str, activation_scale_name: str, kept: _Projection) -> Projection:
+    weight, scale, static = kept.weight, kept.scale, kept.activation_scale
+    if weight is None:
+        weight = prepared.local(getattr(module, name))
+        if getattr(module, "is_transposed", False):
+            weight = weight.transpose(1, 2)
+    if scale is None:
+        scale = prepared.local(getattr(module, f"{name}_scale_inv"))
+    if static is None and module.activation_scheme == "static":
+        static = prepared.local(getattr(module, activation_scale_name))
+    return Projection(weight, scale, kept.scale_kind, static, added_bytes=0)
 
 
 def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> None:
@@ -137,6 +167,8 @@ def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> N
         fault = f"hidden states must be torch.bfloat16, not {hidden.dtype}; load the model with dtype=torch.bfloat16"
         raise OperandError(operation="deepgemm_jit experts", faults=[fault])
     if hidden.device != module.down_proj.device:
+        if not torch.compiler.is_compiling():
+            prepared.forget_if_elsewhere(module)
         raise ContextMismatchError(
             what="the experts' weights",
             belongs_to=str(module.down_proj.device),
@@ -154,26 +186,46 @@ def _prepare_fp8(module: Any) -> _Fp8:
     _refuse_what_has_no_kernel(module)
     activation = activation_of(module, (FP8Experts._apply_gate,))
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    given: dict[str, Any] = {"activation": "silu"} if activation is None else _as_arguments(activation)
+    weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
+    scales = [prepared.local(getattr(module, f"{which}_scale_inv")) for which in (name, "down_proj")]
+    statics: list[torch.Tensor | None] = [None, None]
     if module.activation_scheme == "static":
         # transformers gives both kinds of first projection the scale of the gated one's name.
-        given["gate_up_activation_scale"] = prepared.local(module.gate_up_proj_activation_scale)
-        given["down_activation_scale"] = prepared.local(module.down_proj_activation_scale)
+        statics = [prepared.local(getattr(module, f"{which}_activation_scale")) for which in ("gate_up_proj", "down_proj")]
+    transposed = getattr(module, "is_transposed", False)
+    given: dict[str, Any] = {"activation": "silu"} if activation is None else _as_arguments(activation)
     try:
         experts = ops.prepare_experts(
-            prepared.local(getattr(module, name)),
-            prepared.local(module.down_proj),
-            prepared.local(getattr(module, f"{name}_scale_inv")),
-            prepared.local(module.down_proj_scale_inv),
+            *weights,
+            *(prepared.wide(scale) for scale in scales),
             block_size=_block_size(module),
+            gate_up_activation_scale=None if statics[0] is None else prepared.wide(statics[0]),
+            down_activation_scale=None if statics[1] is None else prepared.wide(statics[1]),
             gated=module.has_gate,
-            transposed=getattr(module, "is_transposed", False),
+            transposed=transposed,
             **given,
         )
     except UnsupportedError as refused:
         advice = " ".join(text for text in (refused.advice, _fp8_advice(module)) if text)
         raise UnsupportedError(given=refused.given, supported=refused.supported, advice=advice) from refused
-    return _Fp8(experts, own_gate=activation is None)
+    first, second = (
+        _Projection(
+            _if_made(made.weight, weight.transpose(1, 2) if transposed else weight),
+            _if_made(made.scale, scale),
+            None if static is None or made.activation_scale is None else _if_made(made.activation_scale, static),
+            made.scale_kind,
+        )
+        for made, weight, scale, static in zip((experts.gate_up, experts.down), weights, scales, statics, strict=True)
+    )
+    return _Fp8(first, second, None if activation is None else experts.activation)
+
+
+def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
+    """Return what a GEMM reads unless it is what was given; a view of it of another shape becomes a tensor of its own."""
+    if used.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+        return used
+    same = used.data_ptr() == given.data_ptr() and (used.shape, used.stride()) == (given.shape, given.stride())
+    return None if same else used.clone()
 
 
 def _prepare_bf16(module: Any) -> _Bf16:

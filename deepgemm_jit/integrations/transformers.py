@@ -15,7 +15,7 @@ transformers itself is imported by the calls, never by importing this module.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,8 +57,9 @@ def register() -> None:
 def prepare(model: nn.Module) -> int:
     """Prepare all that runs with us in a model, which otherwise happens in its first forward.
 
-    Call it before a CUDA graph is captured with no forward before it, and after weights of a compiled model were loaded in place:
-    a graph that torch.compile made reads what was prepared and does not look at the parameters again.
+    Call it before layers are compiled, which then share a graph; before a CUDA graph is captured with no forward before it; and
+    after weights of a compiled model or of a captured graph were replaced or loaded in place. Both read what was prepared and do
+    not look at whether it is of the parameters: it is overwritten here, where they find it.
 
     Args:
         model: its experts are prepared where their configuration names this implementation, its linears where accelerated.
@@ -79,15 +80,15 @@ def prepare(model: nn.Module) -> int:
 
 
 class AcceleratedLinears:
-    """The linears of a model that run with us; a context manager that restores them at its end.
+    """The linears of a model that run with us; a context manager that restores those that it changed, at its end.
 
     Attributes:
         served: names of the linears whose forward is ours.
         skipped: names of FP8 linears left alone, with the reason.
     """
 
-    def __init__(self, model: nn.Module, served: tuple[str, ...], skipped: Mapping[str, str]) -> None:
-        self._model = model
+    def __init__(self, changed: Sequence[nn.Module], served: tuple[str, ...], skipped: Mapping[str, str]) -> None:
+        self._changed = changed
         self.served = served
         self.skipped = skipped
 
@@ -98,7 +99,8 @@ class AcceleratedLinears:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        restore(self._model)
+        for module in self._changed:
+            linears.restore_forward(module)
 
 
 def accelerate_linears(model: nn.Module) -> AcceleratedLinears:
@@ -110,24 +112,25 @@ def accelerate_linears(model: nn.Module) -> AcceleratedLinears:
         model: a transformers model, or any module that holds ``FP8Linear`` modules.
 
     Returns:
-        What was done; leave it as a context, or call :func:`restore`, to undo it.
+        What was done; leave it as a context to undo it, or call :func:`restore` to undo this and all that was done before.
 
     Raises:
         ToolchainError: there is no transformers, or one without FP8 linears.
     """
     fp8_linear = _find("finegrained_fp8", "FP8Linear")
-    served, skipped = [], {}
+    changed, served, skipped = [], [], {}
     for name, module in model.named_modules():
         if not isinstance(module, fp8_linear):
             continue
         reason = None if type(module) is fp8_linear else f"{type(module).__name__} has a forward of its own"
         reason = reason or linears.reason_against(module)
         if reason is None:
-            linears.replace_forward(module)
+            if linears.replace_forward(module):
+                changed.append(module)
             served.append(name)
         else:
             skipped[name] = reason
-    return AcceleratedLinears(model, tuple(served), skipped)
+    return AcceleratedLinears(changed, tuple(served), skipped)
 
 
 def restore(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.integrations import finegrained_fp8 as fp8
 
 from deepgemm_jit.integrations import transformers as integration
+from deepgemm_jit.integrations.experts import prepared_experts
 
 pytestmark = [pytest.mark.none, pytest.mark.filterwarnings("ignore")]  # of torch's own compiler
 
@@ -121,27 +123,103 @@ def test_experts_are_one_graph_for_any_number_of_tokens(case: str, warm: bool) -
         assert {node.target for node in nodes if node.op == "call_method"} <= {"item"}
 
 
-def test_a_compiled_module_follows_weights_that_are_prepared_again() -> None:
-    module = ours(peers.fp8_experts(fp4=True))
-    seen: list[list[int]] = []
+class _Seen:
+    """A backend of torch.compile that keeps the FP8 tensors that each run reads, and counts graphs."""
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.runs: list[list[torch.Tensor]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
+        self.graphs += 1
+
         def run(*given: Any) -> Any:
-            seen.append([x.data_ptr() for x in given if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn])
+            self.runs.append([x for x in given if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn])
             return (torch.zeros((3, 256), dtype=BF16),)
 
         return run
 
-    compiled, call = torch.compile(module, fullgraph=True, dynamic=True, backend=backend), peers.random_call(module, 3)
+
+def bits(tensors: list[torch.Tensor]) -> list[tuple[int, bytes]]:
+    """Return address and content, in the order of addresses."""
+    return sorted((t.data_ptr(), bytes(t.contiguous().view(torch.uint8).numpy().data)) for t in tensors)
+
+
+def test_a_compiled_module_follows_weights_that_are_prepared_again() -> None:
+    module, seen = ours(peers.fp8_experts(fp4=True)), _Seen()
+    integration.prepare(module)
+    compiled, call = torch.compile(module, fullgraph=True, dynamic=True, backend=seen), peers.random_call(module, 3)
+    contents = []
     with torch.no_grad():
         for _ in range(2):
             compiled(*call)
-            experts = module._deepgemm_jit_prepared.value.experts
-            assert sorted(seen[-1]) == sorted([experts.gate_up.weight.data_ptr(), experts.down.weight.data_ptr()])
+            experts = prepared_experts(module)
+            contents.append(bits(seen.runs[-1]))
+            assert contents[-1] == bits([experts.gate_up.weight, experts.down.weight])
             module.load_state_dict(peers.fp8_experts(fp4=True).state_dict())
-            kept = experts  # its memory must not be taken by the next
             integration.prepare(module)
-    assert seen[0] != seen[1] and kept is not None
+    # The same memory with other values in it: a captured graph reads it too.
+    assert seen.graphs == 1
+    assert [address for address, _ in contents[0]] == [address for address, _ in contents[1]] and contents[0] != contents[1]
+
+
+def test_a_compiled_module_reads_weights_that_lie_right_from_the_module() -> None:
+    module, seen = ours(peers.fp8_experts()), _Seen()
+    integration.prepare(module)
+    compiled, call = torch.compile(module, fullgraph=True, dynamic=True, backend=seen), peers.random_call(module, 3)
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(*call)
+            assert bits(seen.runs[-1]) == bits([module.gate_up_proj, module.down_proj])
+            kept = module.down_proj  # its memory must not be taken by the next
+            module.down_proj = nn.Parameter(kept.flip(0).contiguous(), requires_grad=False)
+    assert len(seen.runs) == 2
+
+
+LAYERS = 12
+"""More than the compilations of one function that torch allows."""
+
+
+@pytest.mark.parametrize("case", ["dynamic", "static", "block_1_128", "fp4", "limit"])
+def test_layers_that_are_prepared_share_a_graph(case: str) -> None:
+    torch.manual_seed(0)
+    first = ours(peers.fp8_experts(**CASES[case]))
+    layers = nn.ModuleList([first, *(copy.deepcopy(first) for _ in range(LAYERS - 1))])
+    assert len({type(layer) for layer in layers}) == 1
+    integration.prepare(layers)
+    recorder = _Recorder(columns=256)
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True, backend=recorder)
+    with torch.no_grad():
+        for layer in layers:
+            assert layer(*peers.random_call(first, 77)).shape == (77, 256)
+    assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@pytest.mark.parametrize("block", [(128, 128), None], ids=str)
+def test_linears_that_are_prepared_share_a_graph(scheme: str, block: tuple[int, int] | None) -> None:
+    layers = nn.ModuleList(linear_model(scheme, block)[0] for _ in range(LAYERS))
+    integration.prepare(layers)
+    recorder = _Recorder(columns=200)
+    compiled = torch.compile(lambda layer, x: layer(x), fullgraph=True, dynamic=True, backend=recorder)
+    with torch.no_grad():
+        for layer in layers:
+            assert compiled(layer, torch.randn((77, 256), dtype=BF16)).shape == (77, 200)
+    assert len(recorder.graphs) == 1
+
+
+def test_a_module_that_a_trace_prepared_can_be_prepared_and_traced_again() -> None:
+    module, recorder = ours(peers.fp8_experts(fp4=True)), _Recorder(columns=256)
+    compiled, call = torch.compile(module, fullgraph=True, dynamic=True, backend=recorder), peers.random_call(module, 7)
+    with torch.no_grad():
+        compiled(*call)
+        weight = prepared_experts(module).down.weight
+        module.down_proj.zero_()
+        integration.prepare(module)
+        compiled(*call)
+    assert len(recorder.graphs) == 1
+    assert prepared_experts(module).down.weight is weight and not weight.view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])

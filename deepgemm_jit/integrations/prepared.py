@@ -1,8 +1,8 @@
 """What is made of a module's parameters once, kept on the module until the parameters change.
 
-Only what was made is kept: tensors that serve as they lie are taken from the module in each call, so that they follow it, and their
-memory goes when the module lets go of it. What is made again overwrites what was made before where it fits, because a captured CUDA
-graph and a compiled graph hold its address.
+Only what was made is kept: tensors that serve as they lie are taken from the module in each call, so that they follow it, and
+their memory goes when the module lets go of it. What is made again overwrites what was made before where it fits, because a
+captured CUDA graph and a compiled graph hold its address.
 
 It hangs on plain attributes: freed with the module, absent from its state dict, left out of copies and pickles, and readable by
 torch.compile, which takes the tensors in it for inputs of the graph.
@@ -41,7 +41,7 @@ class Prepared:
         self._settings = _settings(module)
         self._devices = _devices(module)
         # Weak references tell one parameter from another that took its id and its memory; versions tell a load in place.
-        # Their callbacks free what was made when a parameter makes room: accelerate offloads by putting an empty one in its place.
+        # Their callbacks free what was made when a parameter makes room: accelerate offloads by putting an empty one there.
         freed = _when_freed(self, module)
         self._sources = [(weakref.ref(p, freed), _version(p), _address(p)) for p in _parameters(module)]
 
@@ -83,7 +83,7 @@ def value_while_tracing(module: Any, prepare: Callable[[int], Any]) -> Any:
     """Return what was prepared, for a graph that torch.compile builds.
 
     What was prepared before is read as any attribute, so that modules of a class share a graph. Otherwise the graph holds on to
-    this one module, and ``prepare`` is called with its ``id``; it has to be a constant function, and to call :func:`prepare_traced`.
+    this one module, and ``prepare`` is called with its ``id``: a constant function that calls :func:`prepare_traced`.
     """
     kept = getattr(module, _BEFORE_TRACING, None)
     if kept is None:

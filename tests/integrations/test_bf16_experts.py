@@ -124,7 +124,7 @@ class _Config(SimpleNamespace):
             return "silu"
         if "hidden_size" in name or "intermediate_size" in name:
             return 64
-        if "num" in name and "expert" in name or name == "n_routed_experts":
+        if ("num" in name and "expert" in name) or name == "n_routed_experts":
             return 4
         return {"swiglu_limit": 7.0, "swiglu_alpha": 1.7}.get(name)
 

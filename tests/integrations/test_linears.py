@@ -268,3 +268,82 @@ def test_an_input_on_another_device_than_the_weight_is_refused() -> None:
     integration.accelerate_linears(model)
     with pytest.raises(ContextMismatchError, match="cpu.*meta"), torch.no_grad():
         model(torch.empty((3, 272), dtype=BF16, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.tensor(0.0), "0.0"),
+        (torch.tensor(-1.0), "-1.0"),
+        (torch.tensor(float("nan")), "nan"),
+        (torch.tensor(float("inf")), "inf"),
+        (torch.ones(2), "one element"),
+        (torch.ones((), dtype=torch.float64), "float64"),
+    ],
+    ids=str,
+)
+def test_a_static_scale_that_is_none_is_refused(scale: torch.Tensor, said: str, operations_on_floats: list[Any]) -> None:
+    model = fp8_linear(scheme="static")
+    model[0].activation_scale = nn.Parameter(scale, requires_grad=False)
+    integration.accelerate_linears(model)
+    with pytest.raises(OperandError, match=f"static activation scale.*{said}"):
+        integration.prepare(model)
+    with pytest.raises(OperandError, match=f"static activation scale.*{said}"), torch.no_grad():
+        model(torch.randn((3, 272), dtype=BF16))
+    assert operations_on_floats == []
+
+
+@pytest.mark.parametrize("shape", [(3, 136), (3, 271), (1, 544), (), (272, 3)], ids=str)
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_an_input_of_another_k_is_refused_before_anything_runs(
+    scheme: str, shape: tuple[int, ...], operations_on_floats: list[Any]
+) -> None:
+    model = fp8_linear(scheme=scheme)
+    integration.accelerate_linears(model)
+    with pytest.raises(OperandError, match="K = 272"), torch.no_grad():
+        model(torch.randn(shape, dtype=BF16))
+    assert operations_on_floats == []
+
+
+@pytest.mark.parametrize(("block", "shape", "said"), [(None, (2,), "one element"), ((128, 128), (3, 2), r"\(2, 3\)")], ids=str)
+def test_a_weight_scale_of_another_shape_is_refused(block: Any, shape: tuple[int, ...], said: str) -> None:
+    model = fp8_linear(block=block)
+    integration.accelerate_linears(model)
+    model[0].weight_scale_inv = nn.Parameter(torch.ones(shape), requires_grad=False)
+    with pytest.raises(OperandError, match=f"weight scale.*{said}"):
+        integration.prepare(model)
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "activation_scale"])
+@pytest.mark.parametrize("block", [(128, 128), None], ids=str)
+def test_a_scale_in_bf16_is_read_exactly(block: Any, name: str) -> None:
+    model = fp8_linear(block=block, scheme="static")
+    x = torch.randn((3, 272), dtype=BF16)
+    scale = getattr(model[0], name).to(BF16)
+    results = []
+    for dtype in (torch.float32, BF16):
+        setattr(model[0], name, nn.Parameter(scale.to(dtype), requires_grad=False))
+        with integration.accelerate_linears(model) as done, torch.no_grad():
+            assert done.served == ("0",)
+            results.append(model(x))
+    assert torch.equal(*results)
+
+
+def test_a_block_inside_of_another_restores_what_it_changed_alone() -> None:
+    model = nn.Sequential(fp8_linear(), fp8_linear())
+    with integration.accelerate_linears(model[0]):
+        with integration.accelerate_linears(model) as inner:
+            assert inner.served == ("0.0", "1.0")
+        assert linears.is_replaced(model[0][0]) and not linears.is_replaced(model[1][0])
+    assert not linears.is_replaced(model[0][0])
+
+
+def test_a_scheme_changed_after_the_first_forward_is_seen() -> None:
+    model = fp8_linear(scheme="static", block=None)
+    x = torch.randn((3, 272), dtype=BF16)
+    with integration.accelerate_linears(model), torch.no_grad():
+        model(x)
+        model[0].activation_scheme = "dynamic"
+        ours = model(x)
+    with integration.accelerate_linears(model), torch.no_grad():
+        assert torch.equal(model(x), ours)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,8 +22,12 @@ from integrations import peers
 from torch import nn
 from transformers.integrations import finegrained_fp8 as fp8
 
+from deepgemm_jit import ops
+from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.integrations import experts
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.experts import prepared_experts
+from deepgemm_jit.integrations.prepared import Prepared, forget
 from deepgemm_jit.ops.weights import Experts
 
 pytestmark = [pytest.mark.none, pytest.mark.filterwarnings("ignore")]  # of transformers' own
@@ -141,3 +147,147 @@ def test_dtensor_weights_are_taken_local(mesh: Any, registered: None, calls: lis
     assert isinstance(module.down_proj, DTensor)
     assert type(calls[-1].down.weight) is torch.Tensor
     assert calls[-1].down.weight.data_ptr() == module.down_proj.to_local().data_ptr()
+
+
+# --- memory
+
+
+def _to_meta(module: nn.Module) -> None:
+    module.to("meta")
+
+
+def _offload(module: nn.Module) -> None:
+    """Put empty parameters in their place, as accelerate does."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+@pytest.mark.parametrize("offload", [_to_meta, _offload])
+@pytest.mark.parametrize("case", [{}, {"fp4": True}, {"scheme": "static", "block": None}], ids=str)
+def test_nothing_on_the_old_device_is_held_when_parameters_go(case: dict[str, Any], offload: Any, registered: None) -> None:
+    module = peers.fp8_experts(**case)
+    module.config._experts_implementation = integration.NAME
+    integration.prepare(module)
+    made = weakref.ref(module._deepgemm_jit_prepared)
+    held = [weakref.ref(p) for p in (prepared_experts(module).gate_up.weight, prepared_experts(module).down.weight)]
+    gc.disable()
+    try:
+        offload(module)
+        assert made() is None and not [tensor for tensor in held if tensor() is not None]
+    finally:
+        gc.enable()
+
+
+def test_weights_that_come_back_from_offload_are_prepared_again(module: nn.Module, calls: list[Experts]) -> None:
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    call = peers.random_call(module, 3)
+    with torch.no_grad():
+        before = module(*call)
+        _offload(module)
+        for name, value in state.items():
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        assert torch.equal(module(*call), before)
+
+
+def test_what_serves_as_it_lies_is_not_kept(registered: None) -> None:
+    module = peers.fp8_experts()
+    assert experts.prepare(module) == 0
+    weight, replaced = weakref.ref(module.down_proj), nn.Parameter(module.down_proj.detach().clone(), requires_grad=False)
+    gc.disable()
+    try:
+        module.down_proj = replaced
+        assert weight() is None
+    finally:
+        gc.enable()
+    assert prepared_experts(module).down.weight.data_ptr() == replaced.data_ptr()
+
+
+# --- what is made again
+
+
+def test_what_was_made_in_inference_mode_can_be_overwritten_outside_of_it(module: nn.Module) -> None:
+    with torch.inference_mode():
+        experts.prepare(module)
+    weight = prepared_experts(module).down.weight
+    assert not weight.is_inference()
+    with torch.no_grad():
+        module.down_proj.zero_()
+    assert prepared_experts(module).down.weight is weight and not weight.view(torch.uint8).any()
+
+
+def test_settings_changed_after_the_first_forward_are_seen(registered: None, calls: list[Experts]) -> None:
+    module = peers.fp8_experts()
+    module.config._experts_implementation = integration.NAME
+    call = peers.random_call(module, 3)
+    with torch.no_grad():
+        module(*call)
+        module.limit = module.swiglu_limit = 0.5
+        module(*call)
+        module.swiglu_alpha = 1.7
+        module(*call)
+        module.act_fn = nn.GELU()
+        module(*call)
+        module.block_size = (64, 64)
+        with pytest.raises(UnsupportedError, match="64"):
+            module(*call)
+    assert [made.activation[:3] for made in calls] == [
+        ("silu", None, None),
+        ("silu", 0.5, None),
+        ("silu", 0.5, 1.7),
+        ("callback", None, None),
+    ]
+
+
+@pytest.mark.parametrize("which", ["scale_inv", "activation_scale"])
+def test_scales_in_bf16_are_read_exactly(which: str, registered: None, calls: list[Experts]) -> None:
+    module = peers.fp8_experts(scheme="static")
+    module.config._experts_implementation = integration.NAME
+    names = [name for name, _ in module.named_parameters() if name.endswith(which)]
+    for name in names:
+        setattr(module, name, nn.Parameter(getattr(module, name).to(BF16).float(), requires_grad=False))
+    call = peers.random_call(module, 5)
+    with torch.no_grad():
+        expected = module(*call)
+        for name in names:
+            setattr(module, name, nn.Parameter(getattr(module, name).to(BF16), requires_grad=False))
+        assert torch.equal(module(*call), expected)
+    assert integration.prepare(module) == sum(4 * getattr(module, name).numel() for name in names)
+
+
+# --- threads
+
+
+def test_threads_prepare_a_module_once(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    theirs, start = ops.prepare_experts, threading.Barrier(4)
+
+    def counted(*given: Any, **how: Any) -> Experts:
+        made.append(1)
+        return theirs(*given, **how)
+
+    monkeypatch.setattr(ops, "prepare_experts", counted)
+
+    def first_forward(_: int) -> int:
+        start.wait()
+        return prepared_experts(module).down.weight.data_ptr()
+
+    with ThreadPoolExecutor(4) as pool:
+        addresses = set(pool.map(first_forward, range(4)))
+    assert len(made) == len(addresses) == 1
+
+
+def test_what_is_dropped_while_it_is_prepared_is_returned_all_the_same(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_of = Prepared.is_of
+
+    def and_dropped(self: Prepared, module: Any) -> bool:
+        found = is_of(self, module)
+        forget(module)  # as another thread's `restore` may, between any two steps
+        return found
+
+    experts.prepare(module)
+    monkeypatch.setattr(Prepared, "is_of", and_dropped)
+    assert experts.prepare(module) > 0
+    assert not hasattr(module, "_deepgemm_jit_prepared")

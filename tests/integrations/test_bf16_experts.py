@@ -90,14 +90,14 @@ def test_a_bf16_module_without_kernel_is_refused_and_the_implementation_named_ru
     layout: dict[str, bool], dtype: torch.dtype, said: str, registered: None
 ) -> None:
     module = bf16_module(dtype, **layout)
-    call = peers.random_call(module, 3)
+    hidden, index, weights = peers.random_call(module, 3)
+    call = hidden.to(dtype), index, weights.to(dtype)  # as a whole model of that dtype gives
     with pytest.raises(UnsupportedError, match=said) as refusal, torch.no_grad():
         module(*call)
     assert 'experts_implementation="grouped_mm"' in refusal.value.advice
     module.config._experts_implementation = "grouped_mm"
-    hidden, index, weights = call
     with torch.no_grad():
-        assert module(hidden.to(dtype), index, weights.to(dtype)).any()
+        assert module(*call).any()
 
 
 def test_a_norm_after_the_experts_is_refused(registered: None) -> None:

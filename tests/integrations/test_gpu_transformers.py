@@ -264,6 +264,41 @@ def test_what_was_prepared_is_freed_with_the_module() -> None:
         gc.enable()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp4", "ue8m0", "per_tensor", "block_128_128"])
+def test_a_captured_graph_follows_weights_loaded_in_place_and_prepared_again(scheme: str) -> None:
+    module = ours(peers.fp8_experts(device="cuda", **SCHEMES[scheme]))
+    call, graph = peers.random_call(module, 9, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        before = module(*call)
+        with torch.cuda.graph(graph):
+            out = module(*call)
+        module.load_state_dict(peers.fp8_experts(device="cuda", **SCHEMES[scheme]).state_dict())
+        integration.prepare(module)
+        graph.replay()
+        assert torch.equal(out, module(*call)) and not torch.equal(out, before)
+
+
+@pytest.mark.gpu
+def test_a_preparation_has_ended_when_its_call_returns() -> None:
+    module = ours(peers.fp8_experts(device="cuda", fp4=True, num_experts=32, hidden_size=2048, moe_intermediate_size=1024))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert integration.prepare(module) > 0
+    assert stream.query()
+
+
+@pytest.mark.gpu
+def test_what_was_prepared_is_freed_when_parameters_are_offloaded() -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    module = ours(peers.fp8_experts(device="cuda", fp4=True))
+    integration.prepare(module)
+    module.to("meta")
+    assert torch.cuda.memory_allocated() == before
+
+
 # --- two GPUs
 
 

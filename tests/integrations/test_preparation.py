@@ -203,6 +203,22 @@ def test_what_serves_as_it_lies_is_not_kept(registered: None) -> None:
     assert prepared_experts(module).down.weight.data_ptr() == replaced.data_ptr()
 
 
+@pytest.mark.parametrize("k_major", [True, False])
+def test_transposed_weights_are_copied_unless_they_lie_k_major(k_major: bool, registered: None, calls: list[Experts]) -> None:
+    module = peers.fp8_experts()
+    module.config._experts_implementation = integration.NAME
+    call = peers.random_call(module, 5)
+    with torch.no_grad():
+        expected = module(*call)
+        module.is_transposed = True
+        for name in ("gate_up_proj", "down_proj"):
+            turned = getattr(module, name).detach().transpose(1, 2)
+            setattr(module, name, nn.Parameter(turned if k_major else turned.contiguous(), requires_grad=False))
+        assert torch.equal(module(*call), expected)
+    assert integration.prepare(module) == (0 if k_major else module.gate_up_proj.nbytes + module.down_proj.nbytes)
+    assert (calls[-1].down.weight.data_ptr() == module.down_proj.data_ptr()) is k_major
+
+
 # --- what is made again
 
 

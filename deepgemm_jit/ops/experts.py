@@ -222,16 +222,17 @@ def _check(
     wide = (
         up.shape[2 if n_major else 1] if gate == Gate.PASS.value else _factor(gate) * intermediate
     )  # a callback may do as it likes
-    if hidden_size != up.shape[1 if n_major else 2]:
-        faults.add(f"hidden has {hidden_size} columns and the gate_up weights take {up.shape[1 if n_major else 2]}")
-    else:
-        words = "(E, H, N1)" if n_major else "(E, N1, H)"
-        faults.look_at_shape(
-            "gate_up weights", up, (experts, hidden_size, wide) if n_major else (experts, wide, hidden_size), words
-        )
-    words = "(E, I, H)" if n_major else "(E, H, I)"
-    down_shape = (experts, intermediate, hidden_size) if n_major else (experts, hidden_size, intermediate)
-    faults.look_at_shape("down weights", down, down_shape, words)
+    up_k = up.shape[1 if n_major else 2]
+    if hidden_size != up_k:
+        faults.add(f"hidden has {hidden_size} columns and the gate_up weights take {up_k}")
+    shapes = (
+        ((experts, up_k, wide), (experts, intermediate, up_k))
+        if n_major
+        else ((experts, wide, up_k), (experts, up_k, intermediate))
+    )
+    words = ("(E, H, N1)", "(E, I, H)") if n_major else ("(E, N1, H)", "(E, H, I)")
+    faults.look_at_shape("gate_up weights", up, shapes[0], words[0])
+    faults.look_at_shape("down weights", down, shapes[1], words[1])
     faults.look_at_size("hidden size", hidden_size, step)
     faults.look_at_size("intermediate size", intermediate, step)
     faults.look_at_rows("hidden", hidden, 8)

@@ -26,7 +26,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BLOCK = 32
-NOISE = 2.0**-5
+NOISE = 2.0**-7
 """Relative, on what every layer gives: some 30 times what another order of summation moves it by."""
 
 # --- weights

@@ -19,6 +19,7 @@ Activate = Callable[[torch.Tensor], torch.Tensor]
 
 FROBENIUS_RATIO = 1.05
 ELEMENT_RATIO = 2.0
+FEW_ROWS = 32
 UE8M0_BIAS = 127
 FP4_GROUP = 32
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -222,7 +223,8 @@ def _products_of_entries(
 def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, what: str = "") -> None:
     """Fail unless ``out`` is about as near to the float64 forward as torch is when it rounds at the same points.
 
-    Its Frobenius error is at most 1.05 times torch's. The element rule of one product (2^-7 of the element plus 2^-9 of the
+    Its Frobenius error is at most 1.05 times torch's, with a margin for few rows: where an element moved by one step of bf16 and
+    was its block's largest, the cast draws all the block's noise anew, and few blocks do not average. The element rule of one product (2^-7 of the element plus 2^-9 of the
     row's largest) cannot hold across two casts to FP8 by itself, so what it allows is added to twice torch's largest error
     in the same row. A row that is zero in both must be zero.
     """
@@ -242,7 +244,8 @@ def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: tor
             f"off by {float(error[row, column]):.3e} of {float(bound[row, 0]):.3e} allowed"
         )
     ours, torchs = float(error.norm()), float(allowed.norm())
-    assert ours <= FROBENIUS_RATIO * torchs, f"{what}: error {ours:.4e}, {ours / max(torchs, 1e-300):.3f} times torch's"
+    limit = FROBENIUS_RATIO if len(out) >= FEW_ROWS else FROBENIUS_RATIO * (1 + len(out) ** -0.5)
+    assert ours <= limit * torchs, f"{what}: error {ours:.4e}, {ours / max(torchs, 1e-300):.3f} times torch's"
 
 
 # --- random experts

@@ -35,6 +35,7 @@ def operands(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
 
 
 FLAWS: dict[str, tuple[dict[str, Callable[[torch.Tensor], Any]], str]] = {
+    "hidden of another size": ({"hidden": lambda x: x[:, :48].contiguous()}, r"hidden has 48 columns and .* take 64"),
     "down of another dtype": ({"down": lambda x: x.float()}, r"down weights must be torch\.bfloat16"),
     "down of fewer experts": ({"down": lambda x: x[:2]}, r"down weights must have shape .* = \(4, 64, 32\), not \(2, 64, 32\)"),
     "down of more experts": ({"down": lambda x: x.repeat(3, 1, 1)}, r"down weights must have shape .*not \(12, 64, 32\)"),

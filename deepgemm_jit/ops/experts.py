@@ -225,14 +225,12 @@ def _check(
     up_k = up.shape[1 if n_major else 2]
     if hidden_size != up_k:
         faults.add(f"hidden has {hidden_size} columns and the gate_up weights take {up_k}")
-    shapes = (
-        ((experts, up_k, wide), (experts, intermediate, up_k))
-        if n_major
-        else ((experts, wide, up_k), (experts, up_k, intermediate))
-    )
-    words = ("(E, H, N1)", "(E, I, H)") if n_major else ("(E, N1, H)", "(E, H, I)")
-    faults.look_at_shape("gate_up weights", up, shapes[0], words[0])
-    faults.look_at_shape("down weights", down, shapes[1], words[1])
+    if n_major:
+        faults.look_at_shape("gate_up weights", up, (experts, up_k, wide), "(E, H, N1)")
+        faults.look_at_shape("down weights", down, (experts, intermediate, up_k), "(E, I, H)")
+    else:
+        faults.look_at_shape("gate_up weights", up, (experts, wide, up_k), "(E, N1, H)")
+        faults.look_at_shape("down weights", down, (experts, up_k, intermediate), "(E, H, I)")
     faults.look_at_size("hidden size", hidden_size, step)
     faults.look_at_size("intermediate size", intermediate, step)
     faults.look_at_rows("hidden", hidden, 8)

@@ -224,8 +224,9 @@ def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: tor
     """Fail unless ``out`` is about as near to the float64 forward as torch is when it rounds at the same points.
 
     Its Frobenius error is at most 1.05 times torch's, with a margin for few rows: where an element moved by one step of bf16 and
-    was its block's largest, the cast draws all the block's noise anew, and few blocks do not average. The element rule of one product (2^-7 of the element plus 2^-9 of the
-    row's largest) cannot hold across two casts to FP8 by itself, so what it allows is added to twice torch's largest error
+    was its block's largest, the cast draws all the block's noise anew, and few blocks do not average. The element rule of one
+    product (2^-7 of the element plus 2^-9 of the row's largest) cannot hold across two casts to FP8 by itself, so what it
+    allows is added to twice torch's largest error
     in the same row. A row that is zero in both must be zero.
     """
     assert (out.shape, out.dtype) == (exact.shape, torch.bfloat16), f"{what}: {tuple(out.shape)} {out.dtype}"

@@ -188,10 +188,10 @@ def _prepare_fp8(module: Any) -> _Fp8:
     name = "gate_up_proj" if module.has_gate else "up_proj"
     weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
     scales = [prepared.local(getattr(module, f"{which}_scale_inv")) for which in (name, "down_proj")]
-    statics: list[torch.Tensor | None] = [None, None]
+    static_scales: list[torch.Tensor | None] = [None, None]
     if module.activation_scheme == "static":
         # transformers gives both kinds of first projection the scale of the gated one's name.
-        statics = [prepared.local(getattr(module, f"{which}_activation_scale")) for which in ("gate_up_proj", "down_proj")]
+        static_scales = [prepared.local(getattr(module, f"{which}_activation_scale")) for which in ("gate_up_proj", "down_proj")]
     transposed = getattr(module, "is_transposed", False)
     given: dict[str, Any] = {"activation": "silu"} if activation is None else _as_arguments(activation)
     try:
@@ -199,8 +199,8 @@ def _prepare_fp8(module: Any) -> _Fp8:
             *weights,
             *(prepared.wide(scale) for scale in scales),
             block_size=_block_size(module),
-            gate_up_activation_scale=None if statics[0] is None else prepared.wide(statics[0]),
-            down_activation_scale=None if statics[1] is None else prepared.wide(statics[1]),
+            gate_up_activation_scale=None if static_scales[0] is None else prepared.wide(static_scales[0]),
+            down_activation_scale=None if static_scales[1] is None else prepared.wide(static_scales[1]),
             gated=module.has_gate,
             transposed=transposed,
             **given,
@@ -215,7 +215,7 @@ def _prepare_fp8(module: Any) -> _Fp8:
             None if static is None or made.activation_scale is None else _if_made(made.activation_scale, static),
             made.scale_kind,
         )
-        for made, weight, scale, static in zip((experts.gate_up, experts.down), weights, scales, statics, strict=True)
+        for made, weight, scale, static in zip((experts.gate_up, experts.down), weights, scales, static_scales, strict=True)
     )
     return _Fp8(first, second, None if activation is None else experts.activation)
 

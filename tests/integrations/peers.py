@@ -27,7 +27,7 @@ E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BLOCK = 32
 NOISE = 2.0**-7
-"""Relative, on what every layer gives: several times what another order of summation, or a weight applied in bf16, moves it by."""
+"""Relative, on what every layer gives: several times what another order of summation or a bf16 weight moves it by."""
 
 # --- weights
 

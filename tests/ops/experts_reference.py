@@ -19,7 +19,10 @@ Activate = Callable[[torch.Tensor], torch.Tensor]
 
 FROBENIUS_RATIO = 1.05
 ELEMENT_RATIO = 2.0
-FEW_ROWS, FEW_ROWS_MARGIN = 32, 0.35
+ONE_SMALL_TOKEN_RATIO = 1.42
+"""For one token of a few hundred intermediate values. FP8 tensor cores sum with few bits, so some elements move by one step of
+bf16, and where one was its block's largest the cast draws the block's noise anew: so few values do not average that out.
+bench/results/h200_2026-11-30.md has the spread of the reference against itself."""
 UE8M0_BIAS = 127
 FP4_GROUP = 32
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -220,17 +223,13 @@ def _products_of_entries(
 # --- the rule
 
 
-def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, what: str = "") -> None:
+def assert_as_good_as_torch(
+    out: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, what: str = "", ratio: float = FROBENIUS_RATIO
+) -> None:
     """Fail unless ``out`` is about as near to the float64 forward as torch is when it rounds at the same points.
 
-    Its Frobenius error is at most 1.05 times torch's, with a margin for few rows: FP8 tensor cores sum with few bits, so some
-    elements move by one step of bf16, and where one was its block's largest the cast draws the block's noise anew. With such
-    noise (2^-11 of a row) two forwards of one token by the same reference differ by factors of 0.80 to 1.20 in 800 draws of
-    the smallest shape, as often one way as the other.
-
-    The element rule of one
-    product (2^-7 of the element plus 2^-9 of the row's largest) cannot hold across two casts to FP8 by itself, so what it
-    allows is added to twice torch's largest error
+    Its Frobenius error is at most ``ratio`` times torch's. The element rule of one product (2^-7 of the element plus 2^-9 of
+    the row's largest) cannot hold across two casts to FP8 by itself, so what it allows is added to twice torch's largest error
     in the same row. A row that is zero in both must be zero.
     """
     assert (out.shape, out.dtype) == (exact.shape, torch.bfloat16), f"{what}: {tuple(out.shape)} {out.dtype}"
@@ -249,8 +248,7 @@ def assert_as_good_as_torch(out: torch.Tensor, exact: torch.Tensor, rounded: tor
             f"off by {float(error[row, column]):.3e} of {float(bound[row, 0]):.3e} allowed"
         )
     ours, torchs = float(error.norm()), float(allowed.norm())
-    limit = FROBENIUS_RATIO if len(out) >= FEW_ROWS else FROBENIUS_RATIO * (1 + FEW_ROWS_MARGIN / len(out) ** 0.5)
-    assert ours <= limit * torchs, f"{what}: error {ours:.4e}, {ours / max(torchs, 1e-300):.3f} times torch's"
+    assert ours <= ratio * torchs, f"{what}: error {ours:.4e}, {ours / max(torchs, 1e-300):.3f} times torch's"
 
 
 # --- random experts

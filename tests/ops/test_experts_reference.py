@@ -15,7 +15,9 @@ if find_spec("torch") is None:
 
 import torch
 from ops.experts_reference import (
+    ONE_SMALL_TOKEN_RATIO,
     SCHEMES,
+    Matmul,
     ReferenceExperts,
     Stack,
     assert_as_good_as_torch,
@@ -234,16 +236,34 @@ def about_right(scheme: str, tokens: int = 48) -> tuple[ReferenceExperts, tuple[
     return experts, given, exact_forward(*given, experts), rounded_forward(*given, experts)
 
 
-@pytest.mark.parametrize("scheme", ["blocks", "static_per_expert", "limit", "bf16"])
-def test_sums_that_a_tensor_core_rounds_pass(scheme: str) -> None:
-    experts, given, exact, rounded = about_right(scheme)
-    noise = 1e-5 if scheme == "bf16" else 2e-4
+def noisy(noise: float) -> Matmul:
+    """Return a product that is off as a tensor core's sums are."""
 
     def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         product = a @ b
-        return product + noise * product.std() * torch.randn_like(product)
+        return product + noise * product.square().mean(-1, keepdim=True).sqrt() * torch.randn_like(product)
 
+    return matmul
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "static_per_expert", "limit", "bf16"])
+def test_sums_that_a_tensor_core_rounds_pass(scheme: str) -> None:
+    experts, given, exact, rounded = about_right(scheme)
+    matmul = noisy(1e-5 if scheme == "bf16" else 2e-4)
     assert_as_good_as_torch(rounded_forward(*given, experts, matmul), exact, rounded)
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "callback"])
+def test_one_small_token_strays_less_than_it_may_and_both_ways(scheme: str) -> None:
+    experts = drawn(scheme, 8, 512, 256)
+    ratios = []
+    for _ in range(100):
+        given = random_hidden(1, 512, "cpu"), *random_routing(1, K, 8, "cpu")
+        exact, rounded = exact_forward(*given, experts), rounded_forward(*given, experts)
+        out = rounded_forward(*given, experts, noisy(2.0**-11))
+        assert_as_good_as_torch(out, exact, rounded, ratio=ONE_SMALL_TOKEN_RATIO)
+        ratios.append(float((out.double() - exact).norm() / (rounded.double() - exact).norm()))
+    assert 0.99 < sorted(ratios)[50] < 1.01
 
 
 def another_scale(stack: Stack) -> Stack:
@@ -294,8 +314,9 @@ def test_a_wrong_token_or_element_is_seen(scheme: str) -> None:
         assert_as_good_as_torch(one, exact, rounded)
 
 
-def test_an_error_that_every_element_shares_is_seen() -> None:
-    _experts, _given, exact, rounded = about_right("blocks")
+@pytest.mark.parametrize("tokens", [1, 7, 48])
+def test_an_error_that_every_element_shares_is_seen(tokens: int) -> None:
+    _experts, _given, exact, rounded = about_right("blocks", tokens)
     with pytest.raises(AssertionError, match=r"times torch's"):
         assert_as_good_as_torch((exact + 1.1 * (rounded - exact)).bfloat16(), exact, rounded)
 

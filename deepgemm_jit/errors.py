@@ -14,6 +14,7 @@
     └── ContextError (also RuntimeError)
         ├── ContextMismatchError
         ├── StaleContextError
+        ├── UnloadedKernelError
         ├── ForkedProcessError
         └── CaptureError
 
@@ -226,6 +227,18 @@ class StaleContextError(_UsedElsewhereError):
         )
 
 
+class UnloadedKernelError(ContextError):
+    """A kernel was used after it had been unloaded on request."""
+
+    what: str
+
+    def __init__(self, *, what: str) -> None:
+        super().__init__(what=what)
+
+    def _text(self) -> str:
+        return f"{self.what} has been unloaded; nothing was launched. Ask the service for the kernel again"
+
+
 class ForkedProcessError(ContextError):
     """A loaded kernel was carried over a fork; CUDA handles do not survive one."""
 
@@ -254,6 +267,6 @@ class CaptureError(ContextError):
 
     def _text(self) -> str:
         return (
-            f"kernel {self.kernel} could not be loaded while a stream is capturing ({self.result}); "
-            "call the operation once before the capture, or load it with KernelService.kernel"
+            f"kernel {self.kernel} could not be loaded or unloaded while a stream is capturing ({self.result}); "
+            "call the operation once before the capture, or load it with KernelService.kernel; unload after it"
         )

@@ -23,6 +23,7 @@ SAMPLES = [
     errors.KernelNotBuiltError(kernel="sm_90a_x", store="/srv/store", command="deepgemm-jit warmup --arch sm_90a"),
     errors.ContextMismatchError(what="kernel sm_90a_x", belongs_to="context 1 on GPU 0", used_in="context 2 on GPU 1"),
     errors.StaleContextError(what="kernel sm_90a_x", belongs_to="context 1", used_in="context 7"),
+    errors.UnloadedKernelError(what="kernel sm_90a_x"),
     errors.ForkedProcessError(what="kernel sm_90a_x", loaded_pid=4321, pid=8765),
     errors.CaptureError(kernel="sm_90a_x", result="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
 ]
@@ -42,6 +43,7 @@ TREE = {
     "_UsedElsewhereError": ("ContextError",),
     "ContextMismatchError": ("_UsedElsewhereError",),
     "StaleContextError": ("_UsedElsewhereError",),
+    "UnloadedKernelError": ("ContextError",),
     "ForkedProcessError": ("ContextError",),
     "CaptureError": ("ContextError",),
 }

@@ -56,6 +56,7 @@ def test_the_operations_are_pinned() -> None:
         "fp8_gemm_nt",
         "get_mk_alignment_for_contiguous_layout",
         "get_mn_major_tma_aligned_tensor",
+        "get_num_sms",
         "m_grouped_bf16_gemm_nn_contiguous",
         "m_grouped_bf16_gemm_nt_contiguous",
         "m_grouped_bf16_gemm_nt_masked",
@@ -65,6 +66,7 @@ def test_the_operations_are_pinned() -> None:
         "per_token_cast_to_fp8",
         "prepare_experts",
         "requantize_ue8m0",
+        "set_num_sms",
         "to_ue8m0",
     ]
     assert [name for name in ops.__all__ if not callable(getattr(ops, name))] == []

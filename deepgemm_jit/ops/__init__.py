@@ -25,6 +25,7 @@ from deepgemm_jit.ops.gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
+from deepgemm_jit.ops.launching import get_num_sms, set_num_sms
 from deepgemm_jit.ops.quant import get_mn_major_tma_aligned_tensor, per_token_cast_to_fp8
 from deepgemm_jit.ops.ue8m0 import requantize_ue8m0, to_ue8m0
 from deepgemm_jit.ops.weights import Activation, Experts, Projection, prepare_experts
@@ -41,6 +42,7 @@ __all__ = [
     "fp8_gemm_nt",
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
+    "get_num_sms",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -50,5 +52,6 @@ __all__ = [
     "per_token_cast_to_fp8",
     "prepare_experts",
     "requantize_ue8m0",
+    "set_num_sms",
     "to_ue8m0",
 ]

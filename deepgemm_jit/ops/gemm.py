@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
 from deepgemm_jit.ops.launching import call_on, kernel_for, run_gemm
 from deepgemm_jit.ops.library import define
+from deepgemm_jit.ops.prepared import Operands, remember, runs_eagerly, try_again
 from deepgemm_jit.ops.quant import as_m_major, transposed_bytes
 from deepgemm_jit.spec import N_MAJOR, GemmProblem, Layout
 
@@ -41,7 +43,7 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
         UnsupportedError: the GPU has no kernels.
         KernelNotBuiltError: the compile policy is "never" and the kernel is not built.
     """
-    torch.ops.deepgemm_jit.fp8_gemm(*_scaled("fp8_gemm_nt", a, b, out=out), False)
+    _call("fp8_gemm_nt", _fp8, "fp8_gemm", (*_taken_apart("fp8_gemm_nt", a, b), out), False)
 
 
 def fp8_gemm_nn(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
@@ -57,7 +59,7 @@ def fp8_gemm_nn(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
-    torch.ops.deepgemm_jit.fp8_gemm(*_scaled("fp8_gemm_nn", a, b, out=out), True)
+    _call("fp8_gemm_nn", _fp8, "fp8_gemm", (*_taken_apart("fp8_gemm_nn", a, b), out), True)
 
 
 def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -66,14 +68,12 @@ def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
-    checks.require_tensors("bf16_gemm_nt", a=a, b=b, out=out)
-    torch.ops.deepgemm_jit.bf16_gemm(a, b, out, False)
+    _call("bf16_gemm_nt", _bf16, "bf16_gemm", (a, b, out), False)
 
 
 def bf16_gemm_nn(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write ``A @ B`` to ``out``: (M, K), (K, N) and (M, N) bfloat16; as :func:`bf16_gemm_nt`, the tensor core transposes B."""
-    checks.require_tensors("bf16_gemm_nn", a=a, b=b, out=out)
-    torch.ops.deepgemm_jit.bf16_gemm(a, b, out, True)
+    _call("bf16_gemm_nn", _bf16, "bf16_gemm", (a, b, out), True)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -105,9 +105,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
     name = "m_grouped_fp8_gemm_nt_contiguous"
-    operands = _scaled(name, a, b, out=out, m_indices=m_indices)
-    alignment = checks.whole_number(name, "alignment", alignment)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(*operands, bool(use_psum_layout), alignment, False)
+    operands = (*_taken_apart(name, a, b), out, m_indices)
+    options = bool(use_psum_layout), checks.whole_number(name, "alignment", alignment), False
+    _call(name, _fp8_contiguous, "m_grouped_fp8_gemm_contiguous", operands, *options)
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
@@ -125,9 +125,9 @@ def m_grouped_fp8_gemm_nn_contiguous(
     :func:`m_grouped_fp8_gemm_nt_contiguous`.
     """
     name = "m_grouped_fp8_gemm_nn_contiguous"
-    operands = _scaled(name, a, b, out=out, m_indices=m_indices)
-    alignment = checks.whole_number(name, "alignment", alignment)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_contiguous(*operands, bool(use_psum_layout), alignment, True)
+    operands = (*_taken_apart(name, a, b), out, m_indices)
+    options = bool(use_psum_layout), checks.whole_number(name, "alignment", alignment), True
+    _call(name, _fp8_contiguous, "m_grouped_fp8_gemm_contiguous", operands, *options)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -144,9 +144,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
     The rows are those of :func:`m_grouped_fp8_gemm_nt_contiguous`, and so are ``m_indices``, the options and the errors.
     """
     name = "m_grouped_bf16_gemm_nt_contiguous"
-    checks.require_tensors(name, a=a, b=b, out=out, m_indices=m_indices)
-    alignment = checks.whole_number(name, "alignment", alignment)
-    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, bool(use_psum_layout), alignment, False)
+    options = bool(use_psum_layout), checks.whole_number(name, "alignment", alignment), False
+    _call(name, _bf16_contiguous, "m_grouped_bf16_gemm_contiguous", (a, b, out, m_indices), *options)
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -160,9 +159,8 @@ def m_grouped_bf16_gemm_nn_contiguous(
 ) -> None:
     """Write ``A[rows of g] @ B[g]`` for every group g: (M, K), (G, K, N) and (M, N) bfloat16, K and N multiples of 8."""
     name = "m_grouped_bf16_gemm_nn_contiguous"
-    checks.require_tensors(name, a=a, b=b, out=out, m_indices=m_indices)
-    alignment = checks.whole_number(name, "alignment", alignment)
-    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_contiguous(a, b, out, m_indices, bool(use_psum_layout), alignment, True)
+    options = bool(use_psum_layout), checks.whole_number(name, "alignment", alignment), True
+    _call(name, _bf16_contiguous, "m_grouped_bf16_gemm_contiguous", (a, b, out, m_indices), *options)
 
 
 def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
@@ -181,8 +179,9 @@ def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as :func:`fp8_gemm_nt`.
     """
     name = "m_grouped_fp8_gemm_nt_masked"
-    operands = _scaled(name, a, b, out=out, masked_m=masked_m)
-    torch.ops.deepgemm_jit.m_grouped_fp8_gemm_masked(*operands, checks.whole_number(name, "expected_m", expected_m))
+    expected_m = checks.whole_number(name, "expected_m", expected_m)
+    operands = (*_taken_apart(name, a, b), out, masked_m)
+    _call(name, _fp8_masked, "m_grouped_fp8_gemm_masked", operands, expected_m)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -193,32 +192,40 @@ def m_grouped_bf16_gemm_nt_masked(
     ``masked_m``, ``expected_m`` and the errors are those of :func:`m_grouped_fp8_gemm_nt_masked`.
     """
     name = "m_grouped_bf16_gemm_nt_masked"
-    checks.require_tensors(name, a=a, b=b, out=out, masked_m=masked_m)
     expected_m = checks.whole_number(name, "expected_m", expected_m)
-    torch.ops.deepgemm_jit.m_grouped_bf16_gemm_masked(a, b, out, masked_m, expected_m)
+    _call(name, _bf16_masked, "m_grouped_bf16_gemm_masked", (a, b, out, masked_m), expected_m)
 
 
-def _scaled(operation: str, a: Scaled, b: Scaled, **others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the operands of an FP8 operation in the order of its operator, pairs taken apart."""
-    faults = [
-        f"{name} must be a pair (tensor, scales), not {type(pair).__name__}"
-        for name, pair in (("a", a), ("b", b))
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2
-    ]
+_MATRICES = ("a", "b", "out")
+_SCALED_MATRICES = ("a", "a_scale", "b", "b_scale", "out")
+
+
+def _taken_apart(operation: str, a: Scaled, b: Scaled) -> Operands:
+    """Return A and B of an FP8 operation, each followed by its scales."""
+    faults = []
+    given: tuple[tuple[str, object], ...] = (("a", a), ("b", b))
+    for name, pair in given:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            faults.append(f"{name} must be a pair (tensor, scales), not {type(pair).__name__}")
     if faults:
         raise OperandError(operation=operation, faults=faults)
-    named = {"a": a[0], "a_scale": a[1], "b": b[0], "b_scale": b[1], **others}
-    checks.require_tensors(operation, **named)
-    return tuple(named.values())
+    return a[0], a[1], b[0], b[1]
+
+
+def _call(operation: str, run: Callable[..., None], operator: str, operands: Operands, *options: object) -> None:
+    """Run an operator: through torch's dispatcher only where somebody traces or watches."""
+    if runs_eagerly(operands):
+        run(*operands, *options)
+        return
+    names = _SCALED_MATRICES if len(operands) > len(_MATRICES) + 1 else _MATRICES
+    group_data = "masked_m" if operation.endswith("masked") else "m_indices"
+    checks.require_tensors(operation, **dict(zip((*names, group_data), operands, strict=False)))
+    getattr(torch.ops.deepgemm_jit, operator)(*operands, *options)
 
 
 def _gemm(
     operation: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    scales: Scaled | None = None,
-    groups: checks.GroupData | None = None,
+    operands: Operands,
     *,
     layout: Layout = Layout.DENSE,
     expected_m: int | None = None,
@@ -227,10 +234,19 @@ def _gemm(
     fake: bool = False,
 ) -> None:
     """Check and run any of the operations above."""
-    masked = layout is Layout.MASKED
+    options = operation, layout is Layout.PREFIX_SUMS, expected_m, alignment
+    if not fake and try_again(options, operands):
+        return
+    grouped, masked = layout is not Layout.DENSE, layout is Layout.MASKED
+    matrices = operands[:-1] if grouped else operands
+    scales = None if len(matrices) == len(_MATRICES) else (matrices[1], matrices[3])
+    a, b, out = matrices if scales is None else matrices[::2]
+    groups = None
+    if grouped:
+        groups = checks.GroupData("masked_m" if masked else "m_indices", operands[-1], per_row=layout is Layout.CONTIGUOUS)
     checks.check_gemm(operation, a, b, out, scales, groups, masked=masked, n_major=n_major, alignment=alignment, fake=fake)
     m, n, k = a.shape[-2], out.shape[-1], a.shape[-1]
-    count = 1 if groups is None else b.shape[0]
+    count = b.shape[0] if grouped else 1
     if fake or m == 0 or count == 0:
         return  # nothing to write: no launch, no compile
     # Hints may say anything; what a group can hold bounds them.
@@ -239,12 +255,15 @@ def _gemm(
     problem = GemmProblem(rows, n, k, count, layout, alignment, _BF16 if scales is None else _FP8, variant)
     with call_on(a) as call:
         kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
+        given = scales
         if scales is not None:
             a_scale, b_scale = scales
             if n_major:
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
-        run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        gemm = run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        if given is None or (scales is not None and scales[0] is given[0] and scales[1] is given[1]):
+            remember(call, options, operands, kernel, gemm)
 
 
 def _fp8(
@@ -257,28 +276,17 @@ def _fp8(
     *,
     fake: bool = False,
 ) -> None:
-    _gemm("fp8_gemm_nn" if n_major else "fp8_gemm_nt", a, b, out, (a_scale, b_scale), n_major=n_major, fake=fake)
+    _gemm("fp8_gemm_nn" if n_major else "fp8_gemm_nt", (a, a_scale, b, b_scale, out), n_major=n_major, fake=fake)
 
 
 def _bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, n_major: bool, *, fake: bool = False) -> None:
-    _gemm("bf16_gemm_nn" if n_major else "bf16_gemm_nt", a, b, out, n_major=n_major, fake=fake)
+    _gemm("bf16_gemm_nn" if n_major else "bf16_gemm_nt", (a, b, out), n_major=n_major, fake=fake)
 
 
-def _contiguous(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    scales: Scaled | None,
-    m_indices: torch.Tensor,
-    use_psum_layout: bool,
-    alignment: int,
-    n_major: bool,
-    fake: bool,
-) -> None:
-    operation = f"m_grouped_{'bf16' if scales is None else 'fp8'}_gemm_{'nn' if n_major else 'nt'}_contiguous"
-    groups = checks.GroupData("m_indices", m_indices, per_row=not use_psum_layout)
+def _contiguous(dtype: str, operands: Operands, use_psum_layout: bool, alignment: int, n_major: bool, fake: bool) -> None:
+    operation = f"m_grouped_{dtype}_gemm_{'nn' if n_major else 'nt'}_contiguous"
     layout = Layout.PREFIX_SUMS if use_psum_layout else Layout.CONTIGUOUS
-    _gemm(operation, a, b, out, scales, groups, layout=layout, n_major=n_major, alignment=alignment, fake=fake)
+    _gemm(operation, operands, layout=layout, n_major=n_major, alignment=alignment, fake=fake)
 
 
 def _fp8_contiguous(
@@ -294,7 +302,7 @@ def _fp8_contiguous(
     *,
     fake: bool = False,
 ) -> None:
-    _contiguous(a, b, out, (a_scale, b_scale), m_indices, use_psum_layout, alignment, n_major, fake)
+    _contiguous("fp8", (a, a_scale, b, b_scale, out, m_indices), use_psum_layout, alignment, n_major, fake)
 
 
 def _bf16_contiguous(
@@ -308,7 +316,7 @@ def _bf16_contiguous(
     *,
     fake: bool = False,
 ) -> None:
-    _contiguous(a, b, out, None, m_indices, use_psum_layout, alignment, n_major, fake)
+    _contiguous("bf16", (a, b, out, m_indices), use_psum_layout, alignment, n_major, fake)
 
 
 def _fp8_masked(
@@ -322,9 +330,8 @@ def _fp8_masked(
     *,
     fake: bool = False,
 ) -> None:
-    groups = checks.GroupData("masked_m", masked_m, per_row=False)
-    name = "m_grouped_fp8_gemm_nt_masked"
-    _gemm(name, a, b, out, (a_scale, b_scale), groups, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
+    operands = (a, a_scale, b, b_scale, out, masked_m)
+    _gemm("m_grouped_fp8_gemm_nt_masked", operands, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
 def _bf16_masked(
@@ -336,8 +343,8 @@ def _bf16_masked(
     *,
     fake: bool = False,
 ) -> None:
-    groups = checks.GroupData("masked_m", masked_m, per_row=False)
-    _gemm("m_grouped_bf16_gemm_nt_masked", a, b, out, None, groups, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
+    operands = (a, b, out, masked_m)
+    _gemm("m_grouped_bf16_gemm_nt_masked", operands, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
 _FP8_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(d!) out"

@@ -19,9 +19,25 @@ def call_on(tensor: torch.Tensor) -> Call:
     return default_service().call(device, torch._C._cuda_getCurrentRawStream(device))
 
 
+def set_num_sms(num_sms: int | None) -> None:
+    """Let GEMMs take at most this many SMs of a GPU, from the next call on; None lifts the limit.
+
+    Raises:
+        OperandError: no positive whole number.
+    """
+    default_service().limit_sms(num_sms)
+
+
+def get_num_sms() -> int:
+    """Return the SMs that a GEMM on the current device and stream may take."""
+    device = torch.cuda.current_device()
+    with default_service().call(device, torch._C._cuda_getCurrentRawStream(device)) as call:
+        return call.limits.sms
+
+
 def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
     """Launch a kernel on the stream of a call, built and loaded first if need be."""
-    call.kernel(spec).launch(launch.grid, launch.block, call.stream, launch.params_pointer)
+    call.launch(spec, launch)
 
 
 def kernel_for(call: Call, problem: GemmProblem) -> LoadedKernel:
@@ -38,8 +54,8 @@ def run_gemm(
     out: torch.Tensor,
     group_data: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Run a GEMM kernel on ``problem``. A scales are M-major, and so are B scales of one per row."""
+) -> GemmCall:
+    """Run a GEMM kernel on ``problem`` and return what it was given. A scales are M-major, and so are B scales of one per row."""
     row_scales = bool(problem.variant) and scales is not None
     gemm = GemmCall(
         a=_matrices(a),
@@ -55,8 +71,8 @@ def run_gemm(
         a_scales=None if scales is None else _m_major(scales[0]),
         b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
     )
-    launch = prepare_gemm(kernel.spec, call.limits.sms, default_service().maps, gemm)
-    kernel.launch(launch.grid, launch.block, call.stream, launch.params_pointer)
+    call.launch(kernel.spec, prepare_gemm(kernel.spec, call.limits.sms, default_service().maps, gemm))
+    return gemm
 
 
 def column_stride(scales: torch.Tensor) -> int:

@@ -25,9 +25,9 @@ class ContextIdentity(NamedTuple):
     device_uuid: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """One CUDA context as it was when first seen; there is one object per context and process.
+    """One CUDA context as it was when first seen; there is one object per context and process, equal to no other.
 
     Attributes:
         identity: what tells it from others.

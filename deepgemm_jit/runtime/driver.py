@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from deepgemm_jit.errors import DriverError, ToolchainError
@@ -21,6 +22,12 @@ LAST_SPECIAL_STREAM = 2
 
 # cuCtxGetId answers so for a thread without a context and for a context that was destroyed or reset.
 _NO_LIVING_CONTEXT = ("CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED")
+
+# cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void** kernelParams, void** extra); in every driver since CUDA 11.8.
+_LAUNCH_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_LAUNCH_VERSION = 11080
+_CONFIGS = 1024
+"""Launch configurations kept: a few per kernel and stream."""
 
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_DTYPES = {"u8": "UINT8", "bf16": "BFLOAT16", "f32": "FLOAT32"}
@@ -48,6 +55,8 @@ class Driver:
         self._cuda: Any = _Unstarted(self)
         self._started_pid: int | None = None
         self._failure: DriverError | ToolchainError | None = None
+        self._launch_kernel: Callable[[int, int, int, None], int] = self._first_launch
+        self._config_for = lru_cache(maxsize=_CONFIGS)(self._new_config)
 
     def start(self) -> None:
         """Start CUDA in this process, once; creates no context.
@@ -134,6 +143,10 @@ class Driver:
         """Return the id of the current context; None when no living context is current."""
         return self._id_unless_dead(*self._cuda.cuCtxGetId(None))
 
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all work of the current context."""
+        self._call("cuCtxSynchronize")
+
     def context_sms(self, context: int, ordinal: int) -> int:
         """Return the SMs that a context on a GPU may use: fewer than the GPU has for a green or limited context.
 
@@ -203,9 +216,10 @@ class Driver:
         params_pointer: int,
     ) -> None:
         """Launch a function; ``params_pointer`` is the address of an array of pointers to its arguments."""
-        (result,) = self._cuda.cuLaunchKernel(function, *grid, *block, shared_memory_bytes, stream, params_pointer, 0)
+        config = self._config_for(grid, block, shared_memory_bytes, stream)
+        result = self._launch_kernel(config.getPtr(), function, params_pointer, None)
         if result:
-            raise self._error("cuLaunchKernel", result)
+            raise self._error("cuLaunchKernelEx", self._cuda.CUresult(result))
 
     def encode_tiled_map(
         self,
@@ -242,6 +256,23 @@ class Driver:
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return ctypes.string_at(tensor_map.getPtr(), _TENSOR_MAP_BYTES)
+
+    def _new_config(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int, stream: int) -> Any:
+        """Return what a launch is told beside its function and arguments; it is never changed, so that threads may share it."""
+        config = self._cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared_memory_bytes
+        config.hStream = self._cuda.CUstream(stream)
+        config.numAttrs = 0
+        return config
+
+    def _first_launch(self, config: int, function: int, params_pointer: int, extra: None) -> int:
+        # The bindings' own call checks and converts each argument anew, which takes longer than the driver's part of a launch.
+        legacy = self._cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM  # stream 0 is torch's default stream
+        address, _status = self._call("cuGetProcAddress", b"cuLaunchKernelEx", _LAUNCH_VERSION, legacy)
+        launch = self._launch_kernel = _LAUNCH_PROTOTYPE(int(address))
+        return int(launch(config, function, params_pointer, extra))
 
     # Results.
 

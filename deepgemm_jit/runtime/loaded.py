@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from deepgemm_jit.errors import (
     DriverError,
     ForkedProcessError,
     StaleContextError,
+    UnloadedKernelError,
 )
 from deepgemm_jit.runtime.context import NO_CONTEXT, Context, ContextIdentity, Contexts
 from deepgemm_jit.runtime.driver import LAST_SPECIAL_STREAM
@@ -28,6 +30,21 @@ _CAPTURE_REFUSALS = (
     "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
     "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
 )
+
+
+_PAUSE_S = 0.0005
+"""Between two looks at launches on their way: one lasts microseconds, unless the queue of the GPU is full."""
+
+
+class _Use:
+    """Who is launching a kernel at this moment, and whether anyone still may."""
+
+    __slots__ = ("closed", "launching")
+
+    def __init__(self) -> None:
+        self.closed = False
+        # One item per launch on its way. Appending and popping are atomic, so the launch path needs no lock.
+        self.launching: list[None] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +63,7 @@ class LoadedKernel:
     _contexts: Contexts = field(repr=False)
     _library: int = field(repr=False)
     _function: int = field(repr=False)
+    _use: _Use = field(repr=False, default_factory=_Use)
 
     @property
     def identity(self) -> ContextIdentity:
@@ -76,13 +94,10 @@ class LoadedKernel:
             ForkedProcessError: the kernel was loaded before a fork.
             ContextMismatchError: another context is current, or the stream belongs to another.
             StaleContextError: the kernel's context was reset or destroyed.
+            UnloadedKernelError: the kernel was unloaded.
             DriverError: the driver refused the launch.
         """
-        identity = self.context.identity
-        if os.getpid() != identity.pid:
-            raise ForkedProcessError(what=self._what, loaded_pid=identity.pid, pid=os.getpid())
-        if self._contexts.driver.try_current_context_id() != identity.context_id:
-            raise self._refusal(self._contexts.try_current())
+        self._require_current()
         if stream > LAST_SPECIAL_STREAM:
             handle = self._contexts.driver.stream_context(stream)
             if handle != self.context.handle:
@@ -92,7 +107,71 @@ class LoadedKernel:
                     belongs_to="a context that is gone" if owner is None else owner.describe(),
                     used_in=f"a launch of {self._what} in {self.context.describe()}",
                 )
-        self._contexts.driver.launch(self._function, grid, block, self.shared_memory_bytes, stream, params_pointer)
+        self._launch(grid, block, stream, params_pointer)
+
+    def launch_entered(
+        self,
+        context: Context,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        stream: int,
+        params_pointer: int,
+    ) -> None:
+        """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on ``stream``.
+
+        That has looked at all that :meth:`launch` looks at; what is left is whether this is the kernel's context.
+
+        Raises:
+            ContextMismatchError, UnloadedKernelError, DriverError: as :meth:`launch`.
+        """
+        if context is not self.context:
+            raise self._refusal(context)
+        self._launch(grid, block, stream, params_pointer)
+
+    def unload(self) -> None:
+        """Unload the kernel for good; its context must be current.
+
+        No launch of this process is cut off: those on their way are waited for, then all work of the context, and later ones
+        are refused. A CUDA graph that captured the kernel must not be replayed afterwards.
+
+        Raises:
+            ForkedProcessError, ContextMismatchError, StaleContextError, UnloadedKernelError: as :meth:`launch`.
+            CaptureError: a stream of the context is capturing; the kernel stays loaded.
+            DriverError: the driver failed, which it also says of work that went wrong before.
+        """
+        self._require_current()
+        if self._use.closed:
+            raise UnloadedKernelError(what=self._what)
+        driver = self._contexts.driver
+        self._use.closed = True
+        try:
+            while self._use.launching:
+                time.sleep(_PAUSE_S)
+            with driver.relaxed_capture():
+                driver.synchronize()
+                driver.unload_library(self._library)
+        except BaseException as error:
+            self._use.closed = False
+            if isinstance(error, DriverError) and error.result in _CAPTURE_REFUSALS:
+                raise CaptureError(kernel=self.spec.name, result=error.result) from error
+            raise
+
+    def _launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], stream: int, params_pointer: int) -> None:
+        use = self._use
+        use.launching.append(None)  # before the look at `closed`: unload sets that first and looks here afterwards
+        try:
+            if use.closed:
+                raise UnloadedKernelError(what=self._what)
+            self._contexts.driver.launch(self._function, grid, block, self.shared_memory_bytes, stream, params_pointer)
+        finally:
+            use.launching.pop()
+
+    def _require_current(self) -> None:
+        identity = self.context.identity
+        if os.getpid() != identity.pid:
+            raise ForkedProcessError(what=self._what, loaded_pid=identity.pid, pid=os.getpid())
+        if self._contexts.driver.try_current_context_id() != identity.context_id:
+            raise self._refusal(self._contexts.try_current())
 
     @property
     def _what(self) -> str:

@@ -25,13 +25,21 @@ class Launch(NamedTuple):
     params_pointer: int
 
 
+class KeptLaunch(NamedTuple):
+    """A launch whose parameters last as long as this value, whatever the thread prepares next; threads may share it."""
+
+    launch: Launch
+    memory: object
+    """Owns what the launch points to."""
+
+
 class _Buffer(threading.local):
     def __init__(self) -> None:
         size = _MOST_MAPS * MAP_BYTES + _MOST_ARGUMENT_BYTES
         self._memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT - 1)
         address = ctypes.addressof(self._memory)
         offset = -address % _MAP_ALIGNMENT
-        base = address + offset
+        base = self.base = address + offset
         self.view = memoryview(self._memory).cast("B")[offset : offset + size]
         # Arrays of pointers, by number of maps: to each map, and to the arguments behind them.
         self._pointers = [
@@ -52,3 +60,15 @@ def lay_out(layout: struct.Struct, values: Sequence[int | float], maps: Sequence
         at += MAP_BYTES
     layout.pack_into(view, at, *values)
     return _buffer.pointers[len(maps)]
+
+
+def keep(launch: Launch) -> KeptLaunch:
+    """Copy the parameters of the launch that this thread prepared last into memory of their own."""
+    maps = _buffer.pointers.index(launch.params_pointer)
+    size = maps * MAP_BYTES + _MOST_ARGUMENT_BYTES
+    memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT - 1)
+    address = ctypes.addressof(memory)
+    base = address + -address % _MAP_ALIGNMENT
+    ctypes.memmove(base, _buffer.base, size)
+    pointers = (ctypes.c_void_p * (maps + 1))(*(base + at * MAP_BYTES for at in range(maps + 1)))
+    return KeptLaunch(launch._replace(params_pointer=ctypes.addressof(pointers)), (memory, pointers))

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.cubin import Cubin
-from deepgemm_jit.errors import CompileError, UnsupportedError
-from deepgemm_jit.runtime import Context, ContextIdentity, Contexts, Driver, LoadedKernel, TensorMaps, load_kernel
+from deepgemm_jit.errors import CompileError, OperandError, UnloadedKernelError, UnsupportedError
+from deepgemm_jit.runtime import Context, Contexts, Driver, Launch, LoadedKernel, TensorMaps, load_kernel
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.spec import KernelSpec, Limits, arch_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Home:
     """What the service keeps for one context."""
 
     context: Context
     limits: Limits
     kernels: dict[KernelSpec, LoadedKernel] = field(default_factory=dict)
+    prepared: dict[object, Any] = field(default_factory=dict)
 
 
 class KernelService:
@@ -42,7 +43,8 @@ class KernelService:
         self.maps = TensorMaps(self.contexts.driver)
         self._settings = settings
         self._builders = {} if builder is None else {"builder": builder}
-        self._homes: dict[ContextIdentity, _Home] = {}
+        self._homes: dict[Context, _Home] = {}
+        self._sms_limit: int | None = None
         self._cubins: dict[KernelSpec, Cubin] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
         # By process as well: a fork may inherit a lock whose holder did not come along.
@@ -69,7 +71,7 @@ class KernelService:
         return self._kernel(self._home(self.contexts.current()), spec)
 
     def limits(self) -> Limits:
-        """Return what the current context offers; selection needs it.
+        """Return what the current context offers, or the part of it that :meth:`limit_sms` leaves; selection needs it.
 
         Raises:
             DriverError: no context is current.
@@ -86,24 +88,81 @@ class KernelService:
         """
         return Call(self, device_ordinal, stream)
 
+    def prepared(self, context: Context) -> dict[object, Any]:
+        """Return what operations keep of their calls in a context: theirs to fill and to bound.
+
+        It is emptied when anything that it may rest on changes here: the SM limit, or a kernel that is unloaded.
+        """
+        return self._home(context).prepared
+
+    def limit_sms(self, sms: int | None) -> None:
+        """Let persistent kernels take at most this many SMs, in every context that has more; None lifts the limit.
+
+        Leaves SMs to kernels that run beside ours, for example to communication.
+
+        Raises:
+            OperandError: no positive whole number.
+        """
+        if sms is not None and (isinstance(sms, bool) or not isinstance(sms, int) or sms < 1):
+            raise OperandError(operation="limit_sms", faults=[f"sms must be a whole number of at least 1, or None, not {sms!r}"])
+        self._sms_limit = sms
+        for home in list(self._homes.values()):
+            home.limits = self._limits_of(home.context)
+            home.prepared = {}  # a new one: a call that is on its way may still fill the old one
+
+    def unload(self, spec: KernelSpec | None = None) -> int:
+        """Unload the kernel of ``spec``, or all, from the current context; return how many there were.
+
+        Nothing else ever unloads a kernel. It waits for what runs in the context. A later call loads the kernel again from the
+        cubin that the service kept.
+
+        Raises:
+            DriverError: no context is current, or the driver failed.
+            CaptureError: a stream of the context is capturing.
+        """
+        home = self._home(self.contexts.current())
+        unloaded = 0
+        for loaded in list(home.kernels) if spec is None else [spec]:
+            with self._lock(loaded):
+                # Out of sight first: who asks for the kernel meanwhile waits here and loads it anew.
+                kernel = home.kernels.pop(loaded, None)
+                if kernel is None:
+                    continue
+                home.prepared = {}
+                try:
+                    kernel.unload()
+                except BaseException:
+                    home.kernels[loaded] = kernel
+                    raise
+                unloaded += 1
+        return unloaded
+
     def seal(self) -> None:
         """Compile nothing from now on: a kernel that is not built raises KernelNotBuiltError."""
         self.builder.set_policy("never")
 
     def _home(self, context: Context) -> _Home:
-        home = self._homes.get(context.identity)
+        home = self._homes.get(context)
         if home is None:
-            arch = arch_of(context.compute_capability)
-            limits = Limits(arch.name, context.sms, context.shared_memory_bytes)
-            home = self._homes.setdefault(context.identity, _Home(context, limits))
+            # What a context at the same address held went with it.
+            for gone in [other for other in list(self._homes) if other.handle == context.handle]:
+                self._homes.pop(gone, None)
+            home = self._homes.setdefault(context, _Home(context, self._limits_of(context)))
         return home
+
+    def _limits_of(self, context: Context) -> Limits:
+        limits = Limits(arch_of(context.compute_capability).name, context.sms, context.shared_memory_bytes)
+        return limits if self._sms_limit is None else replace(limits, sms=min(limits.sms, self._sms_limit))
+
+    def _lock(self, spec: KernelSpec) -> Lock:
+        # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
+        return self._locks.setdefault((os.getpid(), spec), Lock())
 
     def _kernel(self, home: _Home, spec: KernelSpec) -> LoadedKernel:
         kernel = home.kernels.get(spec)
         if kernel is not None:
             return kernel
-        # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
-        with self._locks.setdefault((os.getpid(), spec), Lock()):
+        with self._lock(spec):
             kernel = home.kernels.get(spec)
             if kernel is None:
                 kernel = home.kernels[spec] = load_kernel(self.contexts, home.context, spec, self._cubin(home, spec))
@@ -136,13 +195,15 @@ class Call:
     Attributes:
         context: which context it is.
         limits: what that context offers.
+        prepared: what operations keep of their calls there, see :meth:`KernelService.prepared`.
         stream: raw handle of the call's stream.
     """
 
-    __slots__ = ("_device_ordinal", "_home", "_pushed", "_service", "context", "limits", "stream")
+    __slots__ = ("_device_ordinal", "_home", "_pushed", "_service", "context", "limits", "prepared", "stream")
 
     context: Context
     limits: Limits
+    prepared: dict[object, Any]
 
     def __init__(self, service: KernelService, device_ordinal: int, stream: int) -> None:
         self._service = service
@@ -163,6 +224,8 @@ class Call:
         except BaseException:
             contexts.leave(self._pushed)
             raise
+        # In this order: what a call keeps must not outlive a change of the limits it saw.
+        self.prepared = self._home.prepared
         self.limits = self._home.limits
         return self
 
@@ -172,6 +235,15 @@ class Call:
     def kernel(self, spec: KernelSpec) -> LoadedKernel:
         """Return the kernel of ``spec`` in this context; raises what :meth:`KernelService.kernel` raises."""
         return self._service._kernel(self._home, spec)
+
+    def launch(self, spec: KernelSpec, launch: Launch) -> None:
+        """Launch the kernel of ``spec`` on the stream of this call; raises what :meth:`kernel` and a launch raise."""
+        while True:
+            try:
+                self.kernel(spec).launch(launch.grid, launch.block, self.stream, launch.params_pointer)
+                return
+            except UnloadedKernelError:
+                continue  # between look-up and launch another thread unloaded it: the next look-up loads it again
 
 
 _DEFAULT: dict[str, KernelService] = {}

@@ -197,6 +197,12 @@ class DriverDouble(Driver):
         self._count("try_current_context_id")
         return self._contexts[self._thread.stack[-1]].context_id if self._thread.stack else None
 
+    def synchronize(self) -> None:
+        self._count("synchronize")
+        self._current()
+        if self._capturing:
+            raise self._refused("synchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+
     def context_sms(self, context: int, ordinal: int) -> int:
         self._count("context_sms")
         return self._contexts[context].sms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import sys
@@ -89,11 +90,59 @@ def test_missing_bindings_name_the_package_that_brings_them(monkeypatch: pytest.
         Driver().driver_version()
 
 
-def test_a_failed_call_names_itself_its_result_and_the_drivers_words(bindings: SimpleNamespace) -> None:
-    bindings.cuLaunchKernel = returns(400)
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig as cuda.h has it."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@pytest.fixture
+def launches(bindings: SimpleNamespace) -> list[tuple[Any, ...]]:
+    """What cuLaunchKernelEx is given, at its C signature; it fails with the number of a function."""
+    from cuda.bindings.driver import CUlaunchConfig, CUstream  # the real ones: plain memory, which needs no driver
+
+    seen: list[tuple[Any, ...]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    def launch(config: int, function: int, params: int, extra: int) -> int:
+        given = LaunchConfig.from_address(config)
+        sizes = tuple(given.grid), tuple(given.block), given.shared_memory_bytes
+        seen.append((*sizes, given.stream, given.attribute_count, params, extra))
+        return function or 0
+
+    asked: list[tuple[Any, ...]] = []
+
+    def address_of(*arguments: Any) -> Any:
+        asked.append(arguments)
+        assert asked == [(b"cuLaunchKernelEx", 11080, 1)], "asked for once, and for the entry of the legacy stream"
+        return Result(0), ctypes.cast(launch, ctypes.c_void_p).value, 0
+
+    bindings.CUlaunchConfig, bindings.CUstream, bindings.CUresult = CUlaunchConfig, CUstream, Result
+    bindings.CUdriverProcAddress_flags = SimpleNamespace(CU_GET_PROC_ADDRESS_LEGACY_STREAM=1)
+    bindings.cuGetProcAddress = address_of
+    bindings.keep = launch
+    return seen
+
+
+def test_a_launch_gives_the_driver_what_it_was_given(bindings: SimpleNamespace, launches: list[tuple[Any, ...]]) -> None:
+    driver = Driver()
+    for stream in (0, 0x7F00_0000_1230, 0):
+        driver.launch(0, (132, 2, 3), (384, 4, 5), 232448, stream, 0x7F00_0000_0040)
+    for sizes, stream in zip(launches, (None, 0x7F00_0000_1230, None), strict=True):
+        assert sizes == ((132, 2, 3), (384, 4, 5), 232448, stream, 0, 0x7F00_0000_0040, None)
+
+
+def test_a_failed_call_names_itself_its_result_and_the_drivers_words(bindings: SimpleNamespace, launches: list[Any]) -> None:
     with pytest.raises(DriverError) as refused:
-        Driver().launch(1, (1, 1, 1), (32, 1, 1), 0, 0, 0)
-    assert (refused.value.call, refused.value.result) == ("cuLaunchKernel", "CUDA_ERROR_INVALID_HANDLE")
+        Driver().launch(400, (1, 1, 1), (32, 1, 1), 0, 0, 0)
+    assert (refused.value.call, refused.value.result) == ("cuLaunchKernelEx", "CUDA_ERROR_INVALID_HANDLE")
     assert refused.value.detail == "what the driver says"
 
 

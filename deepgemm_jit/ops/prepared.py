@@ -1,0 +1,147 @@
+"""Calls like one that was made before: nothing is checked, selected or encoded again, and torch's dispatcher is not asked.
+
+A call is like another when the operation, its options and the metadata of all tensors are the same, in the same context. What
+was checked and selected then holds for any addresses; what depends on those is looked at once for each set of them. Nothing here
+holds a tensor: memory that is freed and used again under another shape is another call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+
+from deepgemm_jit.errors import UnloadedKernelError
+from deepgemm_jit.runtime import GemmCall, KeptLaunch, LoadedKernel, keep, prepare_gemm
+from deepgemm_jit.service import Call, default_service
+
+Key = tuple[object, ...]
+Operands = tuple[torch.Tensor, ...]
+"""A, B and D, after A and B their scales where they have any, and the group data where there are groups."""
+
+_CAPACITY = 4096
+"""What is kept for a context, some 2 KB each: the shapes of a model times numbers of rows, and each with its addresses."""
+_COPY_ALIGNMENT_BYTES = 16
+
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedGemm:
+    """All of a GEMM call but its addresses and its stream.
+
+    Attributes:
+        kernel: loaded in the context of the call.
+        sms: SMs it may use.
+        gemm: sizes and strides; the addresses in it are those of the call that was prepared and mean nothing.
+        out_bytes: from the first to behind the last byte of D.
+        group_bytes: of the group data.
+    """
+
+    kernel: LoadedKernel
+    sms: int
+    gemm: GemmCall
+    out_bytes: int
+    group_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLaunch:
+    """A GEMM launch but for its stream; the parameters are laid out, tensor maps included."""
+
+    kernel: LoadedKernel
+    kept: KeptLaunch
+
+
+def runs_eagerly(operands: Operands) -> bool:
+    """Return whether an operator may be run without torch's dispatcher: for plain tensors, while nothing traces or watches."""
+    if torch.compiler.is_compiling():
+        return False
+    for operand in operands:
+        if type(operand) not in _PLAIN_TENSORS:
+            return False
+    watched = _len_torch_dispatch_stack() or _len_torch_function_stack() or _get_tracing_state() is not None
+    return not watched and peek_interpreter_stack() is None
+
+
+def try_again(options: Key, operands: Operands) -> bool:
+    """Launch a call like one that was made before; return whether it was one.
+
+    Raises:
+        ContextMismatchError: the current stream belongs to a foreign context.
+        DriverError: the driver refused the launch.
+    """
+    first = operands[0]
+    if not first.is_cuda or (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
+        return False
+    device = first.get_device()
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    service = default_service()
+    context, pushed = service.contexts.enter(device, stream)
+    try:
+        known = service.prepared(context)
+        key = options, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+        prepared: PreparedLaunch | None = known.get(key)
+        if prepared is None:
+            gemm: PreparedGemm | None = known.get(_key_of(options, operands))
+            prepared = None if gemm is None else _try_moved(gemm, *[t.data_ptr() for t in operands])
+            if prepared is None:
+                return False
+            _keep(known, key, prepared)
+        launch = prepared.kept.launch
+        prepared.kernel.launch_entered(context, launch.grid, launch.block, stream, launch.params_pointer)
+    except UnloadedKernelError:
+        return False
+    finally:
+        service.contexts.leave(pushed)
+    return True
+
+
+def remember(call: Call, options: Key, operands: Operands, kernel: LoadedKernel, gemm: GemmCall) -> None:
+    """Keep a call that was checked and launched, so that :func:`try_again` finds it."""
+    out, groups = operands[4 if gemm.a_scales else 2], operands[-1]
+    span = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True)) + 1
+    group_bytes = groups.numel() * groups.element_size() if gemm.group_data else 0
+    prepared = PreparedGemm(kernel, call.limits.sms, gemm, span * out.element_size(), group_bytes)
+    _keep(call.prepared, _key_of(options, operands), prepared)
+
+
+def _key_of(options: Key, operands: Operands) -> Key:
+    """Return all that the checks, the selection and the launch of a call depend on, beside addresses and context."""
+    return options, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+
+
+def _keep(known: dict[object, Any], key: Key, value: object) -> None:
+    if len(known) >= _CAPACITY:
+        known.clear()  # rare, and what is used comes back at once
+    known[key] = value
+
+
+def _try_moved(prepared: PreparedGemm, *addresses: int) -> PreparedLaunch | None:
+    """Return the launch on operands at these addresses; None where the checks must look at them again."""
+    gemm = prepared.gemm
+    if gemm.a_scales is not None and gemm.b_scales is not None:
+        a, a_scales, b, b_scales, d, *groups = addresses
+        scales: dict[str, Any] = {
+            "a_scales": gemm.a_scales._replace(address=a_scales),
+            "b_scales": gemm.b_scales._replace(address=b_scales),
+        }
+    else:
+        (a, b, d, *groups), a_scales, scales = addresses, 0, {}
+    if any(address % _COPY_ALIGNMENT_BYTES for address in (a, a_scales, b, d)):
+        return None
+    group_data = groups[0] if groups else 0
+    if group_data < d + prepared.out_bytes and d < group_data + prepared.group_bytes:
+        return None
+    moved = gemm._replace(
+        a=gemm.a._replace(address=a),
+        b=gemm.b._replace(address=b),
+        d=gemm.d._replace(address=d),
+        group_data=group_data,
+        **scales,
+    )
+    launch = prepare_gemm(prepared.kernel.spec, prepared.sms, default_service().maps, moved)
+    return PreparedLaunch(prepared.kernel, keep(launch))

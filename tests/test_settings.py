@@ -17,6 +17,7 @@ ACCEPTED = [
     ("CACHE_DIR", "/srv/with space/store", Path("/srv/with space/store")),
     ("LOCK_DIR", "/run/locks", Path("/run/locks")),
     ("TRUST_ROOT", "/opt/image/store", Path("/opt/image/store")),
+    ("AUDIT", "/var/log/kernels.jsonl", Path("/var/log/kernels.jsonl")),
     ("COMPILE", "auto", "auto"),
     ("COMPILE", "warn", "warn"),
     ("COMPILE", "never", "never"),
@@ -29,6 +30,7 @@ REFUSED = [
     *(("COMPILE", text) for text in ("", "0", "1", "false", "true", "off", "NEVER", "Auto", " never", "never ", "yes please")),
     *(("JOBS", text) for text in ("", "0", "-1", "+2", "two", "1.5", "1e3", " 2", "٣", "²", "0x2", "1_0")),
     *(("LOCK_TIMEOUT_S", text) for text in ("", "-1", "nan", "inf", "-inf", "ten", "1s")),
+    *(("AUDIT", text) for text in ("", " ", "audit.jsonl", "./audit.jsonl", "~/audit.jsonl", "/var/log/")),
     *((name, text) for name in ("CACHE_DIR", "LOCK_DIR", "TRUST_ROOT") for text in ("", " ", "store", "./store", "~/store")),
 ]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
+from deepgemm_jit.cli.audited import compare_audit
 from deepgemm_jit.cli.output import Reply, Session, Table, command, count, open_store
 from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
 from deepgemm_jit.cli.terminal import say
@@ -20,9 +22,15 @@ from deepgemm_jit.store import Entry
 @click.command()
 @arch_option(required=False)
 @model_options(required=False)
+@click.option(
+    "--audit",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What DEEPGEMM_JIT_AUDIT wrote: report the kernels in it that the plan does not name or the store still lacks.",
+)
 @command
-def verify(session: Session, arch: str | None, **options: Any) -> Reply:
-    """Check every entry of the store and, with --arch, that no kernel is missing."""
+def verify(session: Session, arch: str | None, audit: Path | None, **options: Any) -> Reply:
+    """Check every entry of the store; with --arch and --audit, that no kernel is missing."""
     if arch is None and any(value is not None for value in options.values()):
         raise click.UsageError("--model and its sizes need --arch.")
     try:
@@ -43,16 +51,23 @@ def verify(session: Session, arch: str | None, **options: Any) -> Reply:
     if bad:
         parts.append(Table(("bad", "reason"), [(fault["path"], fault["reason"]) for fault in bad]))
     missing = []
-    if arch is None:
-        parts.append("whether kernels are missing was not checked; name an arch with --arch")
-    else:
+    planned = None
+    if arch is not None:
         wanted = PlanOptions(arch, **options)
-        plan, fix = wanted.plan(), wanted.warmup_command(session)
+        planned, fix = wanted.plan().kernels, wanted.warmup_command(session)
         # By key, not by a look-up: that sets damaged files aside, and a check leaves the store as it is.
-        missing = [{"name": spec.name, "command": fix} for spec in plan.kernels if opened.builder.request(spec).key not in sound]
-        parts.append(f"{len(missing)} of {count(len(plan.kernels), 'kernel')} missing")
+        missing = [{"name": spec.name, "command": fix} for spec in planned if opened.builder.request(spec).key not in sound]
+        parts.append(f"{len(missing)} of {count(len(planned), 'kernel')} missing")
         if missing:
             parts += [Table(("missing",), [(kernel["name"],) for kernel in missing]), f"build them with: {fix}"]
+    elif audit is None:
+        parts.append("whether kernels are missing was not checked; name an arch with --arch")
+    if audit is not None:
+        found = compare_audit(session, audit, planned, lambda spec: opened.builder.request(spec).key in sound)
+        parts += found.parts
+        bad += found.bad
+        named = {kernel["name"] for kernel in missing}
+        missing += [kernel for kernel in found.missing if kernel["name"] not in named]
     ok = not bad and not missing
     return Reply({"ok": ok, "checked": checked, "bad": bad, "missing": missing}, parts, ok)
 

@@ -62,7 +62,7 @@ class Contexts:
     """The contexts of this process that were seen so far, and the rule that picks the one a call means.
 
     Safe to use from several threads: each has its own current context, and two that meet a new one at once agree on its object.
-    After a fork it starts afresh.
+    After a fork it starts afresh, if the parent had not started CUDA.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -145,6 +145,7 @@ class Contexts:
         return self.driver.try_context_id(context.handle) != context.identity.context_id
 
     def _start_afresh(self) -> None:
+        self.driver.refuse_fork()
         self._seen = {}
         self._primaries = {}
         self._pid = os.getpid()

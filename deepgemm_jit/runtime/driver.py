@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from deepgemm_jit.errors import DriverError, ToolchainError
+from deepgemm_jit.errors import DriverError, ForkedProcessError, ToolchainError
 
 LAST_SPECIAL_STREAM = 2
 """Handles 0, 1 and 2 are the default, legacy and per-thread streams: they belong to whichever context is current."""
@@ -73,6 +73,15 @@ class Driver:
             except (DriverError, ToolchainError) as failure:
                 self._failure = failure
         raise self._failure.afresh()
+
+    def refuse_fork(self) -> None:
+        """Refuse to go on in a fork of the process that started CUDA: no driver serves one, and not every call says so.
+
+        Raises:
+            ForkedProcessError: this is one.
+        """
+        if self._started_pid is not None and self._started_pid != os.getpid():
+            raise ForkedProcessError(what="the CUDA driver", loaded_pid=self._started_pid, pid=os.getpid())
 
     # Devices. A CUdevice is its ordinal: both count from 0 in the order of CUDA_VISIBLE_DEVICES.
 

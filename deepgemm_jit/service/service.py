@@ -10,8 +10,16 @@ from typing import Any, Self
 
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.cubin import Cubin
-from deepgemm_jit.errors import CompileError, OperandError, UnloadedKernelError, UnsupportedError
+from deepgemm_jit.errors import (
+    CompileError,
+    KernelNotBuiltError,
+    OperandError,
+    ToolchainError,
+    UnloadedKernelError,
+    UnsupportedError,
+)
 from deepgemm_jit.runtime import Context, Contexts, Driver, Launch, LoadedKernel, TensorMaps, load_kernel
+from deepgemm_jit.service.audit import Audit
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.spec import KernelSpec, Limits, arch_of
 
@@ -43,6 +51,7 @@ class KernelService:
         self.maps = TensorMaps(self.contexts.driver)
         self._settings = settings
         self._builders = {} if builder is None else {"builder": builder}
+        self._audits: dict[str, Audit] = {}
         self._homes: dict[Context, _Home] = {}
         self._sms_limit: int | None = None
         self._cubins: dict[KernelSpec, Cubin] = {}
@@ -181,12 +190,26 @@ class KernelService:
         if failure is not None:
             raise failure.afresh()
         cuda_major, _minor = self.contexts.driver.driver_version()
+        audit, key = self._audit, self.builder.request(spec).key
         try:
-            cubin = self._cubins[spec] = self.builder.build(spec, max_cuda_major=cuda_major).cubin
-        except CompileError as error:
-            self._failures[spec] = error.afresh()
+            built = self.builder.build(spec, max_cuda_major=cuda_major)
+        except (CompileError, KernelNotBuiltError, ToolchainError) as error:
+            audit.note(spec.name, key)
+            if isinstance(error, CompileError):
+                self._failures[spec] = error.afresh()
             raise
+        if built.outcome == "compiled":
+            audit.note(spec.name, key)
+        cubin = self._cubins[spec] = built.cubin
         return cubin
+
+    @property
+    def _audit(self) -> Audit:
+        audit = self._audits.get("audit")
+        if audit is None:
+            audit = self._audits.setdefault("audit", Audit(self.builder.settings.audit))
+            audit.begin()
+        return audit
 
 
 class Call:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +63,7 @@ class DriverDouble(Driver):
         launches: the launches that reached the driver and were accepted.
         version: newest CUDA version that the driver serves.
         refuses_load_in_capture: as drivers older than those seen do while any stream is capturing.
+        in_launch: called in the middle of each launch, while its function is in use.
     """
 
     def __init__(self, gpus: int = 1, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
@@ -72,6 +73,7 @@ class DriverDouble(Driver):
         self.calls: Counter[str] = Counter()
         self.launches: list[Launch] = []
         self.refuses_load_in_capture = False
+        self.in_launch: Callable[[], None] = lambda: None
         self._failures: dict[str, list[str]] = {}
         self._thread = _Thread()
         self._mutex = threading.RLock()
@@ -83,6 +85,7 @@ class DriverDouble(Driver):
         self._capturing: set[int] = set()
         self._libraries: set[int] = set()
         self._kernels: dict[int, int] = {}
+        self._launching: Counter[int] = Counter()
         self._functions: dict[int, _Function] = {}
 
     # What a test does to the machine.
@@ -132,6 +135,9 @@ class DriverDouble(Driver):
         self._count("start")
         if self._started_pid is None:
             self._started_pid = os.getpid()
+
+    def refuse_fork(self) -> None:
+        super().refuse_fork()  # asks no driver
 
     def driver_version(self) -> tuple[int, int]:
         self._count("driver_version")
@@ -235,7 +241,9 @@ class DriverDouble(Driver):
 
     def unload_library(self, library: int) -> None:
         self._count("unload_library")
-        self._libraries.remove(library)
+        with self._mutex:
+            assert library not in self._launching, "unloaded under a launch"
+            self._libraries.remove(library)
 
     def library_kernel(self, library: int, entry: str) -> int:
         self._count("library_kernel")
@@ -272,11 +280,20 @@ class DriverDouble(Driver):
         self._count("launch")
         target = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]
         launched = self._functions[function]
+        if self._kernels[launched.kernel] not in self._libraries:
+            raise self._refused("launch", "CUDA_ERROR_INVALID_HANDLE")  # the real one does not look: the code is gone
         if launched.context_id != self._functions_owner(target):
             raise self._refused("launch", "CUDA_ERROR_INVALID_HANDLE")
         if shared_memory_bytes > launched.shared_memory_bytes:
             raise self._refused("launch", "CUDA_ERROR_INVALID_VALUE")
         assert target.context_id is not None
+        library = self._kernels[launched.kernel]
+        with self._mutex:
+            self._launching[library] += 1
+        self.in_launch()
+        with self._mutex:
+            self._launching[library] -= 1
+            self._launching += Counter()  # drops what is not positive
         self.launches.append(Launch(function, target.context_id, grid, block, shared_memory_bytes, stream))
 
     def encode_tiled_map(

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 from doubles.driver import DriverDouble
 from doubles.fork import holds_in_fork
 
 from deepgemm_jit.cubin import Cubin, CubinFacts
-from deepgemm_jit.errors import CaptureError, ContextMismatchError, DriverError, ForkedProcessError, StaleContextError
+from deepgemm_jit.errors import (
+    CaptureError,
+    ContextMismatchError,
+    DriverError,
+    ForkedProcessError,
+    StaleContextError,
+    UnloadedKernelError,
+)
 from deepgemm_jit.runtime import Contexts, LoadedKernel, load_kernel
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, kernel_set
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
@@ -152,6 +162,99 @@ def test_a_kernel_carried_over_a_fork_is_refused_without_touching_the_driver(dri
 
     assert holds_in_fork(in_child)
     launch(kernel)
+    assert len(driver.launches) == 1
+
+
+# --- unloading
+
+
+def test_an_unloaded_kernel_is_refused_and_its_code_is_gone(driver: DriverDouble, contexts: Contexts) -> None:
+    kernel = load(contexts)
+    launch(kernel)
+    kernel.unload()
+    assert driver.libraries_loaded == 0
+    assert driver.calls["synchronize"] == 1
+    for use in (lambda: launch(kernel), kernel.unload):
+        with pytest.raises(UnloadedKernelError, match=GEMM.name):
+            use()
+    assert len(driver.launches) == driver.calls["launch"] == 1
+
+
+def test_unloading_waits_for_a_launch_on_its_way_and_refuses_the_next(driver: DriverDouble, contexts: Contexts) -> None:
+    kernel, home = load(contexts), driver.current_context()
+    launching, go_on = threading.Event(), threading.Event()
+
+    def in_launch() -> None:
+        launching.set()
+        assert go_on.wait(60)
+
+    def in_the_context(work: Callable[[], None]) -> threading.Thread:
+        def entered() -> None:
+            driver.push_context(home)
+            work()
+
+        thread = threading.Thread(target=entered)
+        thread.start()
+        return thread
+
+    driver.in_launch = in_launch
+    first = in_the_context(lambda: launch(kernel))
+    assert launching.wait(60)
+    second = in_the_context(kernel.unload)
+    while not kernel._use.closed:
+        time.sleep(0.001)
+    with pytest.raises(UnloadedKernelError):
+        launch(kernel)
+    assert driver.libraries_loaded == 1, "unloaded under a launch"
+    go_on.set()
+    for thread in (first, second):
+        thread.join()
+    assert (driver.libraries_loaded, len(driver.launches)) == (0, 1)
+
+
+def test_unloading_under_a_capture_is_refused_and_the_kernel_stays(driver: DriverDouble, contexts: Contexts) -> None:
+    kernel = load(contexts)
+    stream = driver.create_stream(driver.current_context())
+    driver.begin_capture(stream)
+    with pytest.raises(CaptureError, match=GEMM.name):
+        kernel.unload()
+    launch(kernel, stream)
+    driver.end_capture(stream)
+    kernel.unload()
+    assert driver.libraries_loaded == 0
+
+
+def test_unloading_in_another_context_or_process_is_refused(driver: DriverDouble, contexts: Contexts) -> None:
+    kernel = load(contexts)
+
+    def in_child() -> bool:
+        try:
+            kernel.unload()
+        except ForkedProcessError:
+            return True
+        return False
+
+    assert holds_in_fork(in_child)
+    driver.push_context(driver.retain_primary(1))
+    with pytest.raises(ContextMismatchError):
+        kernel.unload()
+    driver.reset_primary(0)
+    with pytest.raises(StaleContextError):
+        kernel.unload()
+    assert driver.libraries_loaded == 1
+
+
+def test_the_entered_context_must_be_the_kernels_own(driver: DriverDouble, contexts: Contexts) -> None:
+    kernel = load(contexts)
+    entered, pushed = contexts.enter(1, 0)
+    with pytest.raises(ContextMismatchError) as refused:
+        kernel.launch_entered(entered, (1, 1, 1), (32, 1, 1), 0, 0)
+    contexts.leave(pushed)
+    assert refused.value.used_in == entered.describe()
+    assert_untouched(driver)
+    entered, pushed = contexts.enter(0, 0)
+    kernel.launch_entered(entered, (1, 1, 1), (32, 1, 1), 0, 0)
+    contexts.leave(pushed)
     assert len(driver.launches) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from deepgemm_jit.errors import (
     DriverError,
     ForkedProcessError,
     KernelNotBuiltError,
+    OperandError,
     UnsupportedError,
 )
+from deepgemm_jit.runtime import Launch
 from deepgemm_jit.service import KernelService, default_service
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, Limits, kernel_set
@@ -38,6 +41,7 @@ class CountingBuilder:
 
     def __init__(self) -> None:
         self.built: list[tuple[KernelSpec, int | None]] = []
+        self.settings = read_settings()
         self.policy = "auto"
         self.failure: Exception | None = None
         self.pause_s = 0.0
@@ -55,7 +59,10 @@ class CountingBuilder:
             raise self.failure
         facts = CubinFacts(registers=168, shared_memory_bytes=0, local_memory_bytes=0, spill_store_bytes=0, spill_load_bytes=0)
         cubin = Cubin(image=b"cubin", arch=spec.arch, entry=spec.name, nvrtc_version="13.0", options=(), facts=facts)
-        return SimpleNamespace(cubin=cubin)
+        return SimpleNamespace(cubin=cubin, outcome="cached")
+
+    def request(self, spec: KernelSpec) -> Any:
+        return SimpleNamespace(key=spec.name)
 
 
 @pytest.fixture
@@ -333,10 +340,11 @@ def test_a_fork_of_a_process_that_used_cuda_is_refused(driver: DriverDouble, ser
         try:
             kernel.launch((1, 1, 1), (384, 1, 1), 0, 0)
         except ForkedProcessError:
+            driver.calls.clear()
             try:
                 run(service, 0)
-            except DriverError as error:
-                return error.result == "CUDA_ERROR_NOT_INITIALIZED" and not driver.launches
+            except ForkedProcessError as error:
+                return error.pid == os.getpid() and not driver.launches and not driver.calls
         return False
 
     assert holds_in_fork(in_child)
@@ -395,6 +403,81 @@ def test_a_fork_made_while_another_thread_builds_does_not_wait_for_that_thread(
         forked.set()
         thread.join()
     assert len(driver.launches) == 1
+
+
+# --- unloading and limits
+
+
+def test_only_the_kernels_of_the_current_context_are_unloaded_and_come_back(
+    driver: DriverDouble, builder: CountingBuilder, service: KernelService
+) -> None:
+    for device in (0, 1):
+        run(service, device)
+    driver.push_context(driver.retain_primary(1))
+    assert service.unload() == 1
+    assert driver.libraries_loaded == 1
+    assert service.unload() == service.unload(GEMM) == 0
+    for device in (0, 1):
+        run(service, device)
+    assert driver.calls["load_library"] == 3
+    assert len(builder.built) == 1
+    assert service.unload(GEMM) == 1
+
+
+def test_a_context_without_a_kernel_unloads_none_and_a_thread_without_a_context_is_told(
+    driver: DriverDouble, service: KernelService
+) -> None:
+    with pytest.raises(DriverError, match="no CUDA context is current"):
+        service.unload()
+    driver.push_context(driver.retain_primary(0))
+    assert service.unload(GEMM) == 0
+
+
+def test_threads_that_launch_while_kernels_are_unloaded_never_notice(driver: DriverDouble, service: KernelService) -> None:
+    done = threading.Event()
+    driver.in_launch = lambda: time.sleep(0.0002)  # long enough to be met by an unload, which the double refuses
+
+    def work(number: int) -> None:
+        if number == 0:
+            unloaded = 0
+            with service.call(0, 0):
+                while unloaded < 20:
+                    unloaded += service.unload()
+            done.set()
+            return
+        while not done.is_set():
+            with service.call(0, 0) as call:
+                call.launch(GEMM, Launch((1, 1, 1), (384, 1, 1), 0))
+
+    assert in_threads(4, work) == []
+    assert driver.calls["launch"] == len(driver.launches)
+
+
+def test_what_a_reset_context_held_is_dropped(driver: DriverDouble, service: KernelService) -> None:
+    for _ in range(5):
+        run(service, 0)
+        run(service, 1)
+        driver.reset_primary(0)
+    assert len(service._homes) == 2
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, "16"])
+def test_a_limit_that_is_no_count_is_refused(service: KernelService, limit: Any) -> None:
+    with pytest.raises(OperandError, match="at least 1, or None"):
+        service.limit_sms(limit)
+
+
+def test_a_limit_holds_in_contexts_seen_before_and_after_and_never_adds_sms(driver: DriverDouble, service: KernelService) -> None:
+    driver.retain_primary(0)
+    green = driver.create_stream(driver.create_green_context(0, sms=16))
+    run(service, 0)
+    service.limit_sms(24)
+    run(service, 0)
+    run(service, 1)
+    run(service, 0, green)
+    service.limit_sms(None)
+    run(service, 0)
+    assert [done.grid[0] for done in driver.launches] == [132, 24, 24, 16, 132]
 
 
 def test_all_threads_share_one_default_service() -> None:

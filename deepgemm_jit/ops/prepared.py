@@ -83,7 +83,7 @@ def try_again(options: Key, operands: Operands) -> bool:
     context, pushed = service.contexts.enter(device, stream)
     try:
         known = service.prepared(context)
-        key = options, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+        key = _key_at(options, operands)
         prepared: PreparedLaunch | None = known.get(key)
         if prepared is None:
             gemm: PreparedGemm | None = known.get(_key_of(options, operands))
@@ -112,6 +112,11 @@ def remember(call: Call, options: Key, operands: Operands, kernel: LoadedKernel,
 def _key_of(options: Key, operands: Operands) -> Key:
     """Return all that the checks, the selection and the launch of a call depend on, beside addresses and context."""
     return options, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+
+
+def _key_at(options: Key, operands: Operands) -> Key:
+    """Return the same with the addresses: all that is encoded into maps and arguments, too."""
+    return options, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
 
 
 def _keep(known: dict[object, Any], key: Key, value: object) -> None:

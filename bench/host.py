@@ -95,7 +95,7 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
         "key of the call": lambda: prepared._key_at(options, operands),
         "dictionary": lambda: known.get(key),
         "driver call": launch_call,
-        "spared: torch operator": lambda: torch.ops.deepgemm_jit.fp8_gemm(*operands, False),
+        "spared: dispatcher, around the whole": lambda: torch.ops.deepgemm_jit.fp8_gemm(*operands, False),
         "spared: checks": lambda: checks.check_gemm("fp8_gemm_nt", operands[0], operands[2], out, (operands[1], operands[3])),
         "spared: selection": lambda: select(problem, service._home(context).limits),
         "spared: tensor map, encoded": lambda: maps._encoded(box),
@@ -190,12 +190,10 @@ def main() -> int:
     record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version(), "cuda": torch.version.cuda}
     record["versions"]["deep_gemm"] = package_version("sgl-deep-gemm", "deep-gemm", "deep_gemm") if peer else None
     machine = record["machine"]
-    print(
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['cpus']} CPUs ({machine['cpu']}), load {machine['load_average_1_min']}"
-    )
-    table = Table(
-        ("call", 34), ("stream", 8), ("ours us", 8), ("p10-p90", 13), ("DeepGEMM us", 11), ("p10-p90", 13), ("ratio", 6)
-    )
+    load = machine["load_average_1_min"]
+    print(f"{machine['gpu']}, driver {machine['driver']}, {machine['cpus']} CPUs ({machine['cpu']}), load {load}")
+    sides = ("ours us", 8), ("p10-p90", 13), ("DeepGEMM us", 11), ("p10-p90", 13)
+    table = Table(("call", 34), ("stream", 8), *sides, ("ratio", 6))
     rows = []
     with torch.no_grad():
         table.start(f"Host time of a call, medians of {options.bursts} bursts of {BURST}; ratio = ours / DeepGEMM")

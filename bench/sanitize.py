@@ -1,0 +1,210 @@
+"""compute-sanitizer over every kernel of the set on one Hopper GPU: memcheck, synccheck, and racecheck of those it can judge.
+
+racecheck does not see the copy engine's writes to shared memory, so it looks at the kernels without tensor maps only. Shapes are
+small and ragged. The output of each tool is kept. Exit status: 0, or 1 for an error of a kernel or one that nothing here
+runs, or 2 where compute-sanitizer or a GPU is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import environment, try_driver_version, write_json
+
+import deepgemm_jit as dj
+from deepgemm_jit import ops
+from deepgemm_jit.ops.launching import call_on, empty_m_major, run_gemm
+from deepgemm_jit.service import default_service
+from deepgemm_jit.spec import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
+from deepgemm_jit.spec.kernel_set import GEMM_DTYPES, is_gemm
+
+ARCH = "sm_90a"
+TOOLS = {"memcheck": False, "synccheck": False, "racecheck": True}
+"""Whether a tool is kept to kernels without tensor maps."""
+RESULTS = Path(__file__).parent / "results" / "sanitizer"
+PACKAGES = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc")
+FOUND = 86
+"""Exit status by which the tool says that it found something."""
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) .*$", re.MULTILINE)
+
+M, N, K, GROUPS, MAX_M = 300, 200, 272, 3, 150
+INDEX = [0] * 128 + [2] * 100 + [-1] * 28 + [1] * 44
+ENDS = [100, 128, 300]
+COUNTS = [0, 77, 150]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, device="cuda") + 0.5
+
+
+def m_major(*shape: int) -> torch.Tensor:
+    return empty_m_major(shape, torch.device("cuda")).fill_(1.0)
+
+
+def int32(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, device="cuda", dtype=torch.int32)
+
+
+def blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def run_gemms(specs: list[KernelSpec]) -> None:
+    """Run each GEMM kernel in every layout it serves, whatever selection would take."""
+    group_data = {Layout.CONTIGUOUS: INDEX, Layout.PREFIX_SUMS: ENDS, Layout.MASKED: COUNTS}
+    for spec in specs:
+        for layout in Layout:
+            aligned = layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
+            if not (aligned and 128 % spec.block[0]):
+                run_one_gemm(spec, layout, group_data.get(layout))
+
+
+def run_one_gemm(spec: KernelSpec, layout: Layout, numbers: list[int] | None) -> None:
+    """Run one GEMM kernel in one layout."""
+    made = fp8 if spec.family == FP8_GEMM else bf16
+    a_lead = (GROUPS, MAX_M) if layout is Layout.MASKED else (M,)
+    b_lead = () if layout is Layout.DENSE else (GROUPS,)
+    a, out = made(*a_lead, K), bf16(*a_lead, N)
+    b = made(*b_lead, K, N) if N_MAJOR in spec.flags else made(*b_lead, N, K)
+    pair = None
+    if spec.family == FP8_GEMM:
+        by_rows = ROW_SCALES in spec.flags
+        pair = m_major(*a_lead, blocks(K)), (m_major(*b_lead, N, blocks(K)) if by_rows else scales(*b_lead, blocks(N), blocks(K)))
+    problem = GemmProblem(a_lead[-1], N, K, GROUPS if b_lead else 1, layout, 128, GEMM_DTYPES[spec.family], spec.flags)
+    with call_on(a) as call:
+        run_gemm(call, call.kernel(spec), problem, a, b, out, None if numbers is None else int32(numbers), pair)
+
+
+def run_operations() -> None:
+    """Run the operations around the GEMMs, and a GEMM twice, so that the second launch is one that was kept."""
+    a, b = (fp8(M, K), m_major(M, blocks(K))), (fp8(N, K), scales(blocks(N), blocks(K)))
+    out = bf16(M, N)
+    for _ in range(2):
+        ops.fp8_gemm_nt(a, b, out)
+    run_steps()
+
+
+def run_steps() -> None:
+    """Run every kernel without tensor maps; where one is a step of an operation, all of that operation."""
+    for x in (bf16(77, K), bf16(77, K).float()):
+        ops.per_token_cast_to_fp8(x)
+    ops.get_mn_major_tma_aligned_tensor(scales(77, blocks(K)))
+    ops.fp8_gemm_nn((fp8(77, K), m_major(77, blocks(K))), (fp8(K, N), scales(blocks(K), blocks(N))), bf16(77, N))
+    experts, hidden, intermediate, tokens, top_k = 9, K, 144, 50, 3
+    index = torch.randint(-1, experts + 1, (tokens, top_k), device="cuda")
+    weights, x = torch.rand(tokens, top_k, device="cuda"), bf16(tokens, hidden)
+    up, down = fp8(experts, 2 * intermediate, hidden), fp8(experts, hidden, intermediate)
+    for block in ((128, 128), (1, 128)):
+        parts = [scales(experts, -(-w.shape[1] // block[0]), blocks(w.shape[2])) for w in (up, down)]
+        ops.fp8_experts(x, index, weights, ops.prepare_experts(up, down, *parts, block_size=block))
+    ops.bf16_experts(x, index, weights, bf16(experts, 2 * intermediate, hidden), bf16(experts, hidden, intermediate))
+
+
+def uncovered(without_maps: bool) -> list[str]:
+    """Return the kernels of the set that this process has not loaded, of those that it should have."""
+    loaded = {spec for home in default_service()._homes.values() for spec in home.kernels}
+    return [spec.name for spec in dj.kernel_set(ARCH) if spec not in loaded and not (without_maps and is_gemm(spec))]
+
+
+def run_here(without_maps: bool) -> int:
+    """Run the kernels in this process, which a tool watches, and print which were left out."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        if without_maps:
+            run_steps()
+        else:
+            run_gemms([spec for spec in dj.kernel_set(ARCH) if spec.family in (FP8_GEMM, BF16_GEMM)])
+            run_operations()
+    torch.cuda.synchronize()
+    print(json.dumps({"uncovered": uncovered(without_maps)}), flush=True)
+    return 0
+
+
+def watch(sanitizer: str, tool: str, folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Run this file under one tool, keep what it prints, and return what came of it."""
+    here = [sys.executable, __file__, "--run-here", *(["--without-maps"] if TOOLS[tool] else [])]
+    # The bindings look for entry points that a driver may lack, which is no fault of a kernel.
+    command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", str(FOUND), *here]
+    status: int | None = None
+    # A session of its own: what the tool started must end with it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{tool}.txt").write_text(printed, encoding="utf-8")
+    summary = _SUMMARY.search(printed)
+    left = re.search(r'^\{"uncovered": .*\}$', printed, re.MULTILINE)
+    faults = []
+    if status is None:
+        faults.append(f"not done after {timeout_s:.0f} s")
+    elif status != 0:
+        faults.append(f"exit status {status}")
+    if summary is None or int(summary[1]):
+        faults.append(summary[0].strip("= ") if summary else "no summary of the tool")
+    names = json.loads(left[0])["uncovered"] if left else []
+    if status == 0 and left is None:
+        faults.append("the kernels did not run to their end")
+    faults += [f"{name} is run by nothing here" for name in names]
+    return {"tool": tool, "summary": summary[0].strip("= ") if summary else None, "uncovered": names, "faults": faults}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    line = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    line.add_argument("--tools", default=",".join(TOOLS), help=f"default: {','.join(TOOLS)}")
+    line.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer")
+    line.add_argument("--timeout", type=float, default=300, help="seconds for each tool; default: 300")
+    line.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results/sanitizer")
+    line.add_argument("--run-here", action="store_true", help=argparse.SUPPRESS)
+    line.add_argument("--without-maps", action="store_true", help=argparse.SUPPRESS)
+    return line
+
+
+def main() -> int:
+    options = parser().parse_args()
+    if options.run_here:
+        return run_here(options.without_maps)
+    tools = options.tools.split(",")
+    if unknown := [tool for tool in tools if tool not in TOOLS]:
+        parser().error(f"argument --tools: {', '.join(unknown)} is none of {', '.join(TOOLS)}")
+    if not os.access(options.sanitizer, os.X_OK) or not torch.cuda.is_available():
+        print(f"bench/sanitize.py needs {options.sanitizer} (--sanitizer names another) and a CUDA device.", file=sys.stderr)
+        return 2
+    record = environment(PACKAGES)
+    record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version(), "cuda": torch.version.cuda}
+    for spec in dj.kernel_set(ARCH):
+        dj.build(spec)  # a compile under a tool takes many times longer
+    found = []
+    for tool in tools:
+        found.append(watch(options.sanitizer, tool, options.results, options.timeout))
+        print(f"{tool}: {found[-1]['summary']}; {len(found[-1]['faults'])} faults", flush=True)
+        for fault in found[-1]["faults"]:
+            print(f"FAILED {tool}: {fault}", file=sys.stderr)
+    write_json(options.results / "summary.json", {**record, "kernels": len(dj.kernel_set(ARCH)), "tools": found})
+    return 1 if any(result["faults"] for result in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

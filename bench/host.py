@@ -67,7 +67,7 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     The last ones are what a repeated call is spared.
     """
     operands = (*a, *b, out)
-    options = "fp8_gemm_nt", False, None, 128
+    options = "fp8_gemm_nt", False
     device = out.get_device()
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     service = default_service()

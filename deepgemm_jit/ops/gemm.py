@@ -215,7 +215,8 @@ def _taken_apart(operation: str, a: Scaled, b: Scaled) -> Operands:
 def _call(operation: str, run: Callable[..., None], operator: str, operands: Operands, *options: object) -> None:
     """Run an operator: through torch's dispatcher only where somebody traces or watches."""
     if runs_eagerly(operands):
-        run(*operands, *options)
+        if not try_again((operation, *options), operands):
+            run(*operands, *options)
         return
     names = _SCALED_MATRICES if len(operands) > len(_MATRICES) + 1 else _MATRICES
     group_data = "masked_m" if operation.endswith("masked") else "m_indices"
@@ -224,7 +225,7 @@ def _call(operation: str, run: Callable[..., None], operator: str, operands: Ope
 
 
 def _gemm(
-    operation: str,
+    options: tuple[str, *tuple[object, ...]],
     operands: Operands,
     *,
     layout: Layout = Layout.DENSE,
@@ -233,8 +234,7 @@ def _gemm(
     alignment: int = ALIGNMENT,
     fake: bool = False,
 ) -> None:
-    """Check and run any of the operations above."""
-    options = operation, layout is Layout.PREFIX_SUMS, expected_m, alignment
+    """Check and run any of the operations above; ``options`` are its name and all that it is told beside its operands."""
     if not fake and try_again(options, operands):
         return
     grouped, masked = layout is not Layout.DENSE, layout is Layout.MASKED
@@ -244,7 +244,7 @@ def _gemm(
     groups = None
     if grouped:
         groups = checks.GroupData("masked_m" if masked else "m_indices", operands[-1], per_row=layout is Layout.CONTIGUOUS)
-    checks.check_gemm(operation, a, b, out, scales, groups, masked=masked, n_major=n_major, alignment=alignment, fake=fake)
+    checks.check_gemm(options[0], a, b, out, scales, groups, masked=masked, n_major=n_major, alignment=alignment, fake=fake)
     m, n, k = a.shape[-2], out.shape[-1], a.shape[-1]
     count = b.shape[0] if grouped else 1
     if fake or m == 0 or count == 0:
@@ -276,17 +276,20 @@ def _fp8(
     *,
     fake: bool = False,
 ) -> None:
-    _gemm("fp8_gemm_nn" if n_major else "fp8_gemm_nt", (a, a_scale, b, b_scale, out), n_major=n_major, fake=fake)
+    options = "fp8_gemm_nn" if n_major else "fp8_gemm_nt", n_major
+    _gemm(options, (a, a_scale, b, b_scale, out), n_major=n_major, fake=fake)
 
 
 def _bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, n_major: bool, *, fake: bool = False) -> None:
-    _gemm("bf16_gemm_nn" if n_major else "bf16_gemm_nt", (a, b, out), n_major=n_major, fake=fake)
+    options = "bf16_gemm_nn" if n_major else "bf16_gemm_nt", n_major
+    _gemm(options, (a, b, out), n_major=n_major, fake=fake)
 
 
 def _contiguous(dtype: str, operands: Operands, use_psum_layout: bool, alignment: int, n_major: bool, fake: bool) -> None:
     operation = f"m_grouped_{dtype}_gemm_{'nn' if n_major else 'nt'}_contiguous"
     layout = Layout.PREFIX_SUMS if use_psum_layout else Layout.CONTIGUOUS
-    _gemm(operation, operands, layout=layout, n_major=n_major, alignment=alignment, fake=fake)
+    options = operation, use_psum_layout, alignment, n_major
+    _gemm(options, operands, layout=layout, n_major=n_major, alignment=alignment, fake=fake)
 
 
 def _fp8_contiguous(
@@ -330,8 +333,9 @@ def _fp8_masked(
     *,
     fake: bool = False,
 ) -> None:
+    options = "m_grouped_fp8_gemm_nt_masked", expected_m
     operands = (a, a_scale, b, b_scale, out, masked_m)
-    _gemm("m_grouped_fp8_gemm_nt_masked", operands, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
+    _gemm(options, operands, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
 def _bf16_masked(
@@ -343,8 +347,8 @@ def _bf16_masked(
     *,
     fake: bool = False,
 ) -> None:
-    operands = (a, b, out, masked_m)
-    _gemm("m_grouped_bf16_gemm_nt_masked", operands, layout=Layout.MASKED, expected_m=expected_m, fake=fake)
+    options = "m_grouped_bf16_gemm_nt_masked", expected_m
+    _gemm(options, (a, b, out, masked_m), layout=Layout.MASKED, expected_m=expected_m, fake=fake)
 
 
 _FP8_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(d!) out"

@@ -15,10 +15,11 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_f
 from torch._C._functorch import peek_interpreter_stack
 
 from deepgemm_jit.errors import UnloadedKernelError
-from deepgemm_jit.runtime import GemmCall, KeptLaunch, LoadedKernel, keep, prepare_gemm
+from deepgemm_jit.runtime import GemmCall, KeptLaunch, LoadedKernel, Matrices, keep, prepare_gemm
 from deepgemm_jit.service import Call, default_service
 
 Key = tuple[object, ...]
+"""Of a call: the name of its operation and its options; and what its operands are."""
 Operands = tuple[torch.Tensor, ...]
 """A, B and D, after A and B their scales where they have any, and the group data where there are groups."""
 
@@ -128,25 +129,27 @@ def _keep(known: dict[object, Any], key: Key, value: object) -> None:
 def _try_moved(prepared: PreparedGemm, *addresses: int) -> PreparedLaunch | None:
     """Return the launch on operands at these addresses; None where the checks must look at them again."""
     gemm = prepared.gemm
-    if gemm.a_scales is not None and gemm.b_scales is not None:
-        a, a_scales, b, b_scales, d, *groups = addresses
-        scales: dict[str, Any] = {
-            "a_scales": gemm.a_scales._replace(address=a_scales),
-            "b_scales": gemm.b_scales._replace(address=b_scales),
-        }
+    a_scale = b_scale = 0
+    if gemm.a_scales is None:
+        a, b, d, *groups = addresses
     else:
-        (a, b, d, *groups), a_scales, scales = addresses, 0, {}
-    if any(address % _COPY_ALIGNMENT_BYTES for address in (a, a_scales, b, d)):
-        return None
+        a, a_scale, b, b_scale, d, *groups = addresses
     group_data = groups[0] if groups else 0
+    if any(address % _COPY_ALIGNMENT_BYTES for address in (a, a_scale, b, d)):
+        return None
     if group_data < d + prepared.out_bytes and d < group_data + prepared.group_bytes:
         return None
     moved = gemm._replace(
-        a=gemm.a._replace(address=a),
-        b=gemm.b._replace(address=b),
-        d=gemm.d._replace(address=d),
+        a=_moved(gemm.a, a),
+        b=_moved(gemm.b, b),
+        d=_moved(gemm.d, d),
         group_data=group_data,
-        **scales,
+        a_scales=gemm.a_scales and _moved(gemm.a_scales, a_scale),
+        b_scales=gemm.b_scales and _moved(gemm.b_scales, b_scale),
     )
     launch = prepare_gemm(prepared.kernel.spec, prepared.sms, default_service().maps, moved)
     return PreparedLaunch(prepared.kernel, keep(launch))
+
+
+def _moved(matrices: Matrices, address: int) -> Matrices:
+    return Matrices(address, matrices.group_stride, matrices.row_stride)

@@ -129,8 +129,9 @@ class Contexts:
 
     def leave(self, pushed: int) -> None:
         """Restore the context that was current before :meth:`enter`."""
-        for _ in range(pushed):
+        while pushed:
             self.driver.pop_context()
+            pushed -= 1
 
     def with_handle(self, handle: int) -> Context | None:
         """Return the living context at an address, or None."""

@@ -15,6 +15,8 @@ MAP_BYTES = 128
 _MOST_MAPS = 4
 _MOST_ARGUMENT_BYTES = 128
 _MAP_ALIGNMENT = 64
+_POINTERS = struct.Struct(f"@{_MOST_MAPS + 1}P")
+"""To each map and to the arguments behind the last; a kernel reads as many as it has parameters."""
 
 
 class Launch(NamedTuple):
@@ -66,9 +68,10 @@ def keep(launch: Launch) -> KeptLaunch:
     """Copy the parameters of the launch that this thread prepared last into memory of their own."""
     maps = _buffer.pointers.index(launch.params_pointer)
     size = maps * MAP_BYTES + _MOST_ARGUMENT_BYTES
-    memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT - 1)
+    memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT - 1 + _POINTERS.size)
     address = ctypes.addressof(memory)
     base = address + -address % _MAP_ALIGNMENT
     ctypes.memmove(base, _buffer.base, size)
-    pointers = (ctypes.c_void_p * (maps + 1))(*(base + at * MAP_BYTES for at in range(maps + 1)))
-    return KeptLaunch(launch._replace(params_pointer=ctypes.addressof(pointers)), (memory, pointers))
+    pointers = base + size
+    _POINTERS.pack_into(memory, pointers - address, *range(base, base + _MOST_MAPS * MAP_BYTES + 1, MAP_BYTES))
+    return KeptLaunch(launch._replace(params_pointer=pointers), memory)

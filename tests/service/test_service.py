@@ -219,6 +219,22 @@ def test_a_cold_kernel_under_a_capture_that_forbids_loads_is_refused_and_a_warm_
     assert len(driver.launches) == 2
 
 
+def test_a_capture_goes_on_after_a_cold_kernel_was_refused_in_it(driver: DriverDouble, service: KernelService) -> None:
+    driver.refuses_load_in_capture = True
+    stream = driver.create_stream(driver.retain_primary(0))
+    run(service, 0, stream)
+    driver.begin_capture(stream)
+    cold = next(spec for spec in kernel_set("sm_90a") if spec != GEMM)
+    for _ in range(2):
+        with service.call(0, stream) as call, pytest.raises(CaptureError, match=cold.name):
+            call.kernel(cold)
+        run(service, 0, stream)
+    assert len(driver.launches) == 3
+    driver.end_capture(stream)
+    with service.call(0, stream) as call:
+        assert call.kernel(cold).spec == cold
+
+
 def test_limits_are_those_of_the_context_and_asked_for_once(driver: DriverDouble, service: KernelService) -> None:
     driver.push_context(driver.retain_primary(0))
     assert service.limits() == Limits("sm_90a", 132, 227 * 1024)

@@ -25,6 +25,30 @@ class ContextIdentity(NamedTuple):
     device_uuid: str
 
 
+class _Forks:
+    """How many forks this process has come through: the mark by which state knows that it was carried over one.
+
+    Costs less to look at than the process id, which each launch would ask the kernel for.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watched = False
+
+    def watched(self) -> int:
+        """Return the count, which is kept from the first call on."""
+        if not self._watched:  # two threads that come first at once make each fork count twice, which is as good
+            self._watched = True
+            os.register_at_fork(after_in_child=self._count)
+        return self.count
+
+    def _count(self) -> None:
+        self.count += 1
+
+
+_FORKS = _Forks()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
     """One CUDA context as it was when first seen; there is one object per context and process, equal to no other.
@@ -68,6 +92,7 @@ class Contexts:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._pid = os.getpid()
+        self._forks = _FORKS.watched()
         self._seen: dict[int, Context] = {}
         self._primaries: dict[int, int] = {}
 
@@ -89,7 +114,7 @@ class Contexts:
 
     def try_current(self) -> Context | None:
         """Return the context that is current in this thread, or None."""
-        if os.getpid() != self._pid:
+        if self._forks != _FORKS.count:
             self._start_afresh()
         context_id = self.driver.try_current_context_id()
         if context_id is None:
@@ -150,6 +175,7 @@ class Contexts:
         self._seen = {}
         self._primaries = {}
         self._pid = os.getpid()
+        self._forks = _FORKS.count
 
     def _push_primary(self, device_ordinal: int) -> Context:
         handle = self._primary(device_ordinal)

@@ -150,7 +150,9 @@ class Driver:
 
     def try_current_context_id(self) -> int | None:
         """Return the id of the current context; None when no living context is current."""
-        return self._id_unless_dead(*self._cuda.cuCtxGetId(None))
+        result, context_id = self._cuda.cuCtxGetId(None)
+        # Each launch asks: the usual answer goes the short way.
+        return self._id_unless_dead(result, context_id) if result else int(context_id)
 
     def synchronize(self) -> None:
         """Wait until the GPU has done all work of the current context."""

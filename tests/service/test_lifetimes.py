@@ -27,6 +27,7 @@ from deepgemm_jit.errors import (
     UnloadedKernelError,
 )
 from deepgemm_jit.runtime import LoadedKernel
+from deepgemm_jit.runtime.context import _FORKS
 from deepgemm_jit.service import KernelService
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, kernel_set
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
@@ -138,10 +139,12 @@ class Process(RuleBasedStateMachine):
     def process(self, forked: bool) -> Iterator[None]:
         """Be a fork for a moment: the same memory in a process of another id, in which the driver does nothing."""
         self.pid += forked
+        _FORKS.count += forked
         try:
             yield
         finally:
             self.pid = self.parent
+            _FORKS.count -= forked
 
     # What it asks of us.
 

@@ -126,3 +126,34 @@ def test_the_scale_layout_is_traced_whole(strides: tuple[int, int]) -> None:
         scales = torch.empty_strided((7, 9), strides, device="cuda")
         turned = torch.compile(ops.get_mn_major_tma_aligned_tensor, fullgraph=True, backend="eager")(scales)
     assert (turned.shape, turned.stride()) == ((7, 9), (1, 8))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.parametrize("layout", ["dense", "contiguous", "masked"])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_products_are_traced_whole_and_as_operators(layout: str, fp8: bool) -> None:
+    lead = (3,) if layout == "masked" else ()
+    dtype, traced = E4M3 if fp8 else BF16, []
+
+    def backend(graph: torch.fx.GraphModule, _example: list[torch.Tensor]) -> torch.fx.GraphModule:
+        traced.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def pair(*shape: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        values = torch.empty(shape, dtype=dtype, device="cuda")
+        rows = shape[-2] if shape[-2] == 77 else -(-shape[-2] // 128)
+        return (values, torch.empty((*shape[:-2], rows, -(-shape[-1] // 128)), device="cuda")) if fp8 else values
+
+    prefix, suffix = ("", "") if layout == "dense" else ("m_grouped_", f"_{layout}")
+    name = f"{prefix}{'fp8' if fp8 else 'bf16'}_gemm"
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        b_lead = () if layout == "dense" else (3,)
+        operands = [pair(*lead, 77, 144), pair(*b_lead, 264, 144), torch.empty((*lead, 77, 264), dtype=BF16, device="cuda")]
+        if layout != "dense":
+            operands.append(torch.empty(77 if layout == "contiguous" else 3, dtype=torch.int32, device="cuda"))
+        if layout == "masked":
+            operands.append(64)
+        torch.compile(getattr(ops, f"{name}_nt{suffix}"), fullgraph=True, backend=backend)(*operands)
+    assert traced == [f"deepgemm_jit.{name}{suffix}"]
+    torch._dynamo.reset()

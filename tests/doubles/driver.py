@@ -85,6 +85,7 @@ class DriverDouble(Driver):
         self._capturing: set[int] = set()
         self._libraries: set[int] = set()
         self._kernels: dict[int, int] = {}
+        self._library_kernels: dict[tuple[int, str], int] = {}
         self._launching: Counter[int] = Counter()
         self._functions: dict[int, _Function] = {}
 
@@ -247,8 +248,9 @@ class DriverDouble(Driver):
 
     def library_kernel(self, library: int, entry: str) -> int:
         self._count("library_kernel")
-        kernel = self._handle()
-        self._kernels[kernel] = library
+        with self._mutex:
+            kernel = self._library_kernels.setdefault((library, entry), self._handle())
+            self._kernels[kernel] = library
         return kernel
 
     def kernel_function(self, kernel: int) -> int:

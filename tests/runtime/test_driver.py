@@ -11,6 +11,7 @@ from typing import Any
 
 import cuda.bindings
 import pytest
+from cuda.bindings.driver import CUlaunchConfig, CUstream  # the real ones: plain memory, which needs no driver
 from doubles.driver import DriverDouble
 from doubles.fork import holds_in_fork
 
@@ -106,8 +107,6 @@ class LaunchConfig(ctypes.Structure):
 @pytest.fixture
 def launches(bindings: SimpleNamespace) -> list[tuple[Any, ...]]:
     """What cuLaunchKernelEx is given, at its C signature; it fails with the number of a function."""
-    from cuda.bindings.driver import CUlaunchConfig, CUstream  # the real ones: plain memory, which needs no driver
-
     seen: list[tuple[Any, ...]] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)

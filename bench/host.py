@@ -23,7 +23,8 @@ from problems import Shape, empty_output, random_operands
 
 from deepgemm_jit import ops
 from deepgemm_jit.ops import checks, launching, prepared
-from deepgemm_jit.runtime import keep, prepare_gemm
+from deepgemm_jit.runtime import keep
+from deepgemm_jit.runtime.tensormap import BoxedTensor
 from deepgemm_jit.service import default_service
 from deepgemm_jit.spec import GemmProblem, Layout, select
 
@@ -80,13 +81,15 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     whole: prepared.PreparedGemm = known[prepared._key_of(options, operands)]
     kernel, launch = again.kernel, again.kept.launch
     problem = GemmProblem(out.shape[0], out.shape[1], operands[0].shape[1], 1, Layout.DENSE)
-    box = _first_box(whole, maps)
+    n, k, rows = out.shape[1], operands[0].shape[1], kernel.spec.block[1]
+    box = BoxedTensor(operands[2].data_ptr(), "u8", (k, n, 1), (k, k * n), (128, rows, 1), swizzled=True)
 
     def enter_and_leave() -> None:
         contexts.leave(contexts.enter(device, stream)[1])
 
     def launch_call() -> None:
-        driver.launch(kernel._function, launch.grid, launch.block, kernel.shared_memory_bytes, stream, launch.params_pointer)
+        grid, block, params_pointer, cluster, dependent = launch
+        driver.launch(kernel._function, grid, block, kernel.shared_memory_bytes, stream, params_pointer, cluster, dependent)
 
     return {
         "who traces or watches": lambda: prepared.runs_eagerly(operands),
@@ -100,8 +103,8 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
         "spared: selection": lambda: select(problem, service._home(context).limits),
         "spared: tensor map, encoded": lambda: maps._encoded(box),
         "spared: tensor map, kept": lambda: maps.map_for(box),
-        "spared: maps and arguments": lambda: prepare_gemm(kernel.spec, whole.sms, maps, whole.gemm),
-        "spared: memory of their own": lambda: keep(prepare_gemm(kernel.spec, whole.sms, maps, whole.gemm)),
+        "spared: maps and arguments": lambda: whole.prepare(whole.gemm),
+        "spared: memory of their own": lambda: keep(whole.prepare(whole.gemm)),
         "spared: all, by new addresses": lambda: prepared._try_moved(whole, *[t.data_ptr() for t in operands]),
         "spared: entering a call": lambda: _enter(out),
     }
@@ -110,19 +113,6 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
 def _enter(tensor: torch.Tensor) -> None:
     with launching.call_on(tensor):
         pass
-
-
-def _first_box(whole: prepared.PreparedGemm, maps: Any) -> Any:
-    """Return the first tensor that a launch describes to the copy engine."""
-    boxes: list[Any] = []
-
-    def noting(box: Any) -> bytes:
-        boxes.append(box)
-        encoded: bytes = maps.map_for(box)
-        return encoded
-
-    prepare_gemm(whole.kernel.spec, whole.sms, SimpleNamespace(map_for=noting), whole.gemm)  # type: ignore[arg-type]
-    return boxes[0]
 
 
 def measure(shape: Shape, peer: SimpleNamespace | None, stream: torch.cuda.Stream, bursts: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ import deepgemm_jit as dj
 from deepgemm_jit import ops
 from deepgemm_jit.ops.launching import call_on, empty_m_major, run_gemm
 from deepgemm_jit.service import default_service
-from deepgemm_jit.spec import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
-from deepgemm_jit.spec.kernel_set import GEMM_DTYPES, is_gemm
+from deepgemm_jit.spec import N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
+from deepgemm_jit.spec.kernel_set import is_gemm
 
 ARCH = "sm_90a"
 TOOLS = {"memcheck": False, "synccheck": False, "racecheck": True}
@@ -79,16 +79,17 @@ def run_gemms(specs: list[KernelSpec]) -> None:
 
 def run_one_gemm(spec: KernelSpec, layout: Layout, numbers: list[int] | None) -> None:
     """Run one GEMM kernel in one layout."""
-    made = fp8 if spec.family == FP8_GEMM else bf16
+    quantized = spec.dtypes[0] == "e4m3"
+    made = fp8 if quantized else bf16
     a_lead = (GROUPS, MAX_M) if layout is Layout.MASKED else (M,)
     b_lead = () if layout is Layout.DENSE else (GROUPS,)
     a, out = made(*a_lead, K), bf16(*a_lead, N)
     b = made(*b_lead, K, N) if N_MAJOR in spec.flags else made(*b_lead, N, K)
-    pair = None
-    if spec.family == FP8_GEMM:
+    pair, dtypes = None, (spec.dtypes[0], spec.dtypes[1], spec.dtypes[2])
+    if quantized:
         by_rows = ROW_SCALES in spec.flags
         pair = m_major(*a_lead, blocks(K)), (m_major(*b_lead, N, blocks(K)) if by_rows else scales(*b_lead, blocks(N), blocks(K)))
-    problem = GemmProblem(a_lead[-1], N, K, GROUPS if b_lead else 1, layout, 128, GEMM_DTYPES[spec.family], spec.flags)
+    problem = GemmProblem(a_lead[-1], N, K, GROUPS if b_lead else 1, layout, 128, dtypes, spec.flags)
     with call_on(a) as call:
         run_gemm(call, call.kernel(spec), problem, a, b, out, None if numbers is None else int32(numbers), pair)
 
@@ -131,7 +132,7 @@ def run_here(without_maps: bool) -> int:
         if without_maps:
             run_steps()
         else:
-            run_gemms([spec for spec in dj.kernel_set(ARCH) if spec.family in (FP8_GEMM, BF16_GEMM)])
+            run_gemms([spec for spec in dj.kernel_set(ARCH) if is_gemm(spec)])
             run_operations()
     torch.cuda.synchronize()
     print(json.dumps({"uncovered": uncovered(without_maps)}), flush=True)

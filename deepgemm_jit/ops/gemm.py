@@ -261,9 +261,9 @@ def _gemm(
             if n_major:
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
-        gemm = run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        gemm, prepare = run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
         if given is None or (scales is not None and scales[0] is given[0] and scales[1] is given[1]):
-            remember(call, options, operands, kernel, gemm)
+            remember(call, options, operands, kernel, gemm, prepare)
 
 
 def _fp8(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from deepgemm_jit.ops.checks import round_up
@@ -54,8 +57,12 @@ def run_gemm(
     out: torch.Tensor,
     group_data: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> GemmCall:
-    """Run a GEMM kernel on ``problem`` and return what it was given. A scales are M-major, and so are B scales of one per row."""
+) -> tuple[GemmCall, Callable[[GemmCall], Launch]]:
+    """Run a GEMM kernel on ``problem``. A scales are M-major, and so are B scales of one per row.
+
+    Returns:
+        What the kernel was given, and the function that prepares a launch on other addresses.
+    """
     row_scales = bool(problem.variant) and scales is not None
     gemm = GemmCall(
         a=_matrices(a),
@@ -71,8 +78,9 @@ def run_gemm(
         a_scales=None if scales is None else _m_major(scales[0]),
         b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
     )
-    call.launch(kernel.spec, prepare_gemm(kernel.spec, call.limits.sms, default_service().maps, gemm))
-    return gemm
+    prepare = partial(prepare_gemm, kernel.spec, call.limits.sms, default_service().maps)
+    call.launch(kernel.spec, prepare(gemm))
+    return gemm, prepare
 
 
 def column_stride(scales: torch.Tensor) -> int:

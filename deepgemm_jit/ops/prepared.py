@@ -7,6 +7,7 @@ holds a tensor: memory that is freed and used again under another shape is anoth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_f
 from torch._C._functorch import peek_interpreter_stack
 
 from deepgemm_jit.errors import UnloadedKernelError
-from deepgemm_jit.runtime import GemmCall, KeptLaunch, LoadedKernel, Matrices, keep, prepare_gemm
+from deepgemm_jit.runtime import GemmCall, KeptLaunch, Launch, LoadedKernel, Matrices, keep
 from deepgemm_jit.service import Call, default_service
 
 Key = tuple[object, ...]
@@ -36,14 +37,14 @@ class PreparedGemm:
 
     Attributes:
         kernel: loaded in the context of the call.
-        sms: SMs it may use.
+        prepare: prepares its launch.
         gemm: sizes and strides; the addresses in it are those of the call that was prepared and mean nothing.
         out_bytes: from the first to behind the last byte of D.
         group_bytes: of the group data.
     """
 
     kernel: LoadedKernel
-    sms: int
+    prepare: Callable[[GemmCall], Launch]
     gemm: GemmCall
     out_bytes: int
     group_bytes: int
@@ -92,8 +93,7 @@ def try_again(options: Key, operands: Operands) -> bool:
             if prepared is None:
                 return False
             _keep(known, key, prepared)
-        launch = prepared.kept.launch
-        prepared.kernel.launch_entered(context, launch.grid, launch.block, stream, launch.params_pointer)
+        prepared.kernel.launch_entered(context, prepared.kept.launch, stream)
     except UnloadedKernelError:
         return False
     finally:
@@ -101,12 +101,19 @@ def try_again(options: Key, operands: Operands) -> bool:
     return True
 
 
-def remember(call: Call, options: Key, operands: Operands, kernel: LoadedKernel, gemm: GemmCall) -> None:
+def remember(
+    call: Call,
+    options: Key,
+    operands: Operands,
+    kernel: LoadedKernel,
+    gemm: GemmCall,
+    prepare: Callable[[GemmCall], Launch],
+) -> None:
     """Keep a call that was checked and launched, so that :func:`try_again` finds it."""
     out, groups = operands[4 if gemm.a_scales else 2], operands[-1]
     span = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True)) + 1
     group_bytes = groups.numel() * groups.element_size() if gemm.group_data else 0
-    prepared = PreparedGemm(kernel, call.limits.sms, gemm, span * out.element_size(), group_bytes)
+    prepared = PreparedGemm(kernel, prepare, gemm, span * out.element_size(), group_bytes)
     _keep(call.prepared, _key_of(options, operands), prepared)
 
 
@@ -147,8 +154,7 @@ def _try_moved(prepared: PreparedGemm, *addresses: int) -> PreparedLaunch | None
         a_scales=gemm.a_scales and _moved(gemm.a_scales, a_scale),
         b_scales=gemm.b_scales and _moved(gemm.b_scales, b_scale),
     )
-    launch = prepare_gemm(prepared.kernel.spec, prepared.sms, default_service().maps, moved)
-    return PreparedLaunch(prepared.kernel, keep(launch))
+    return PreparedLaunch(prepared.kernel, keep(prepared.prepare(moved)))
 
 
 def _moved(matrices: Matrices, address: int) -> Matrices:

@@ -225,9 +225,11 @@ class Driver:
         shared_memory_bytes: int,
         stream: int,
         params_pointer: int,
+        cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
         """Launch a function; ``params_pointer`` is the address of an array of pointers to its arguments."""
-        config = self._config_for(grid, block, shared_memory_bytes, stream)
+        config = self._config_for(grid, block, shared_memory_bytes, stream, cluster, dependent)
         result = self._launch_kernel(config.getPtr(), function, params_pointer, None)
         if result:
             raise self._error("cuLaunchKernelEx", self._cuda.CUresult(result))
@@ -268,15 +270,36 @@ class Driver:
         )
         return ctypes.string_at(tensor_map.getPtr(), _TENSOR_MAP_BYTES)
 
-    def _new_config(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int, stream: int) -> Any:
+    def _new_config(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_memory_bytes: int,
+        stream: int,
+        cluster: int,
+        dependent: bool,
+    ) -> Any:
         """Return what a launch is told beside its function and arguments; it is never changed, so that threads may share it."""
         config = self._cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_memory_bytes
         config.hStream = self._cuda.CUstream(stream)
-        config.numAttrs = 0
+        attributes = []
+        if cluster > 1:
+            attributes.append(self._attribute("CLUSTER_DIMENSION"))
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        if dependent:
+            attributes.append(self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return config
+
+    def _attribute(self, name: str) -> Any:
+        attribute = self._cuda.CUlaunchAttribute()
+        attribute.id = getattr(self._cuda.CUlaunchAttributeID, "CU_LAUNCH_ATTRIBUTE_" + name)
+        return attribute
 
     def _first_launch(self, config: int, function: int, params_pointer: int, extra: None) -> int:
         # The bindings' own call checks and converts each argument anew, which takes longer than the driver's part of a launch.

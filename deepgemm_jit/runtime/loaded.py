@@ -19,6 +19,7 @@ from deepgemm_jit.errors import (
 )
 from deepgemm_jit.runtime.context import NO_CONTEXT, Context, ContextIdentity, Contexts
 from deepgemm_jit.runtime.driver import LAST_SPECIAL_STREAM
+from deepgemm_jit.runtime.params import Launch
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
 
@@ -81,6 +82,8 @@ class LoadedKernel:
         block: tuple[int, int, int],
         stream: int,
         params_pointer: int,
+        cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
         """Launch in the current context, which must be the kernel's own; a refusal comes before anything is launched.
 
@@ -89,6 +92,8 @@ class LoadedKernel:
             block: threads per dimension.
             stream: raw handle of a stream of the current context.
             params_pointer: address of an array of pointers to the arguments.
+            cluster: blocks of a cluster, neighbours in the first dimension of the grid.
+            dependent: start while the kernels before it in the stream end; it waits for them itself.
 
         Raises:
             ForkedProcessError: the kernel was loaded before a fork.
@@ -107,16 +112,9 @@ class LoadedKernel:
                     belongs_to="a context that is gone" if owner is None else owner.describe(),
                     used_in=f"a launch of {self._what} in {self.context.describe()}",
                 )
-        self._launch(grid, block, stream, params_pointer)
+        self._launch(Launch(grid, block, params_pointer, cluster, dependent), stream)
 
-    def launch_entered(
-        self,
-        context: Context,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        stream: int,
-        params_pointer: int,
-    ) -> None:
+    def launch_entered(self, context: Context, launch: Launch, stream: int) -> None:
         """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on ``stream``.
 
         That has looked at all that :meth:`launch` looks at; what is left is whether this is the kernel's context.
@@ -126,7 +124,7 @@ class LoadedKernel:
         """
         if context is not self.context:
             raise self._refusal(context)
-        self._launch(grid, block, stream, params_pointer)
+        self._launch(launch, stream)
 
     def unload(self) -> None:
         """Unload the kernel for good; its context must be current.
@@ -156,13 +154,16 @@ class LoadedKernel:
                 raise CaptureError(kernel=self.spec.name, result=error.result) from error
             raise
 
-    def _launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], stream: int, params_pointer: int) -> None:
+    def _launch(self, launch: Launch, stream: int) -> None:
+        grid, block, params_pointer, cluster, dependent = launch
         use = self._use
         use.launching.append(None)  # before the look at `closed`: unload sets that first and looks here afterwards
         try:
             if use.closed:
                 raise UnloadedKernelError(what=self._what)
-            self._contexts.driver.launch(self._function, grid, block, self.shared_memory_bytes, stream, params_pointer)
+            self._contexts.driver.launch(
+                self._function, grid, block, self.shared_memory_bytes, stream, params_pointer, cluster, dependent
+            )
         finally:
             use.launching.pop()
 

@@ -20,11 +20,17 @@ _POINTERS = struct.Struct(f"@{_MOST_MAPS + 1}P")
 
 
 class Launch(NamedTuple):
-    """What a launch needs beside a kernel and a stream; the parameters last until this thread prepares its next launch."""
+    """What a launch needs beside a kernel and a stream; the parameters last until this thread prepares its next launch.
+
+    The blocks of a cluster are neighbours in the first dimension of the grid. A dependent launch starts while the kernels
+    before it in the stream end, and waits for them itself.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     params_pointer: int
+    cluster: int = 1
+    dependent: bool = False
 
 
 class KeptLaunch(NamedTuple):

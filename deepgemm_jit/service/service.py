@@ -117,6 +117,11 @@ class KernelService:
         self._sms_limit = sms
         for home in list(self._homes.values()):
             home.limits = self._limits_of(home.context)
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Forget what operations keep of their calls: the next one of each kind is checked and selected anew."""
+        for home in list(self._homes.values()):
             home.prepared = {}  # a new one: a call that is on its way may still fill the old one
 
     def unload(self, spec: KernelSpec | None = None) -> int:
@@ -263,7 +268,8 @@ class Call:
         """Launch the kernel of ``spec`` on the stream of this call; raises what :meth:`kernel` and a launch raise."""
         while True:
             try:
-                self.kernel(spec).launch(launch.grid, launch.block, self.stream, launch.params_pointer)
+                grid, block, params_pointer, cluster, dependent = launch
+                self.kernel(spec).launch(grid, block, self.stream, params_pointer, cluster, dependent)
                 return
             except UnloadedKernelError:
                 continue  # between look-up and launch another thread unloaded it: the next look-up loads it again

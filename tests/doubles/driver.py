@@ -278,6 +278,8 @@ class DriverDouble(Driver):
         shared_memory_bytes: int,
         stream: int,
         params_pointer: int,
+        cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
         self._count("launch")
         target = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]

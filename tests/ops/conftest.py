@@ -13,6 +13,15 @@ GPU_LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
+def no_calls_from_other_tests(request: pytest.FixtureRequest) -> None:
+    """Let each test on a GPU select anew: some of them put a kernel of their own in place of selection."""
+    if any(marker.name in ("gpu", "multigpu") for marker in request.node.iter_markers()):
+        from deepgemm_jit.service import default_service
+
+        default_service().forget_calls()
+
+
+@pytest.fixture(autouse=True)
 def gpu_time_limit(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """End the whole run with a traceback when a test on a GPU hangs: a hung kernel cannot be taken back, only its process can."""
     if not any(marker.name in ("gpu", "multigpu") for marker in request.node.iter_markers()):

@@ -132,7 +132,7 @@ def test_arguments_of_a_repeated_launch_are_those_of_a_checked_one(
     launch = driver.launch
 
     def reading(*arguments: Any) -> None:
-        launched.append(parameters(arguments[-1], maps=3))
+        launched.append(parameters(arguments[5], maps=3))
         launch(*arguments)
 
     monkeypatch.setattr(driver, "launch", reading)

@@ -11,7 +11,12 @@ from typing import Any
 
 import cuda.bindings
 import pytest
-from cuda.bindings.driver import CUlaunchConfig, CUstream  # the real ones: plain memory, which needs no driver
+from cuda.bindings.driver import (  # the real ones: plain memory, which needs no driver
+    CUlaunchAttribute,
+    CUlaunchAttributeID,
+    CUlaunchConfig,
+    CUstream,
+)
 from doubles.driver import DriverDouble
 from doubles.fork import holds_in_fork
 
@@ -104,6 +109,12 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+def attributes_at(address: int, number: int) -> tuple[int, tuple[int, ...]]:
+    """Return the id of a CUlaunchAttribute and the first three words of its value, as cuda.h lays them out."""
+    words = (ctypes.c_uint * 18).from_address(address + 72 * number)
+    return words[0], tuple(words[2:5])
+
+
 @pytest.fixture
 def launches(bindings: SimpleNamespace) -> list[tuple[Any, ...]]:
     """What cuLaunchKernelEx is given, at its C signature; it fails with the number of a function."""
@@ -113,7 +124,8 @@ def launches(bindings: SimpleNamespace) -> list[tuple[Any, ...]]:
     def launch(config: int, function: int, params: int, extra: int) -> int:
         given = LaunchConfig.from_address(config)
         sizes = tuple(given.grid), tuple(given.block), given.shared_memory_bytes
-        seen.append((*sizes, given.stream, given.attribute_count, params, extra))
+        attributes = [attributes_at(given.attributes, number) for number in range(given.attribute_count)]
+        seen.append((*sizes, given.stream, attributes, params, extra))
         return function or 0
 
     asked: list[tuple[Any, ...]] = []
@@ -124,6 +136,7 @@ def launches(bindings: SimpleNamespace) -> list[tuple[Any, ...]]:
         return Result(0), ctypes.cast(launch, ctypes.c_void_p).value, 0
 
     bindings.CUlaunchConfig, bindings.CUstream, bindings.CUresult = CUlaunchConfig, CUstream, Result
+    bindings.CUlaunchAttribute, bindings.CUlaunchAttributeID = CUlaunchAttribute, CUlaunchAttributeID
     bindings.CUdriverProcAddress_flags = SimpleNamespace(CU_GET_PROC_ADDRESS_LEGACY_STREAM=1)
     bindings.cuGetProcAddress = address_of
     bindings.keep = launch
@@ -135,7 +148,18 @@ def test_a_launch_gives_the_driver_what_it_was_given(bindings: SimpleNamespace, 
     for stream in (0, 0x7F00_0000_1230, 0):
         driver.launch(0, (132, 2, 3), (384, 4, 5), 232448, stream, 0x7F00_0000_0040)
     for sizes, stream in zip(launches, (None, 0x7F00_0000_1230, None), strict=True):
-        assert sizes == ((132, 2, 3), (384, 4, 5), 232448, stream, 0, 0x7F00_0000_0040, None)
+        assert sizes == ((132, 2, 3), (384, 4, 5), 232448, stream, [], 0x7F00_0000_0040, None)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dependent", "attributes"),
+    [(1, False, []), (4, False, [(4, (4, 1, 1))]), (1, True, [(6, (1, 0, 0))]), (2, True, [(4, (2, 1, 1)), (6, (1, 0, 0))])],
+)
+def test_clusters_and_dependent_launches_are_attributes(
+    launches: list[tuple[Any, ...]], cluster: int, dependent: bool, attributes: list[tuple[int, Any]]
+) -> None:
+    Driver().launch(0, (132, 1, 1), (384, 1, 1), 0, 0, 0, cluster, dependent)
+    assert launches[0][4] == attributes
 
 
 def test_a_failed_call_names_itself_its_result_and_the_drivers_words(bindings: SimpleNamespace, launches: list[Any]) -> None:

@@ -20,7 +20,7 @@ from deepgemm_jit.errors import (
     StaleContextError,
     UnloadedKernelError,
 )
-from deepgemm_jit.runtime import Contexts, LoadedKernel, load_kernel
+from deepgemm_jit.runtime import Contexts, Launch, LoadedKernel, load_kernel
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, kernel_set
 from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes
 
@@ -248,12 +248,12 @@ def test_the_entered_context_must_be_the_kernels_own(driver: DriverDouble, conte
     kernel = load(contexts)
     entered, pushed = contexts.enter(1, 0)
     with pytest.raises(ContextMismatchError) as refused:
-        kernel.launch_entered(entered, (1, 1, 1), (32, 1, 1), 0, 0)
+        kernel.launch_entered(entered, Launch((1, 1, 1), (32, 1, 1), 0), 0)
     contexts.leave(pushed)
     assert refused.value.used_in == entered.describe()
     assert_untouched(driver)
     entered, pushed = contexts.enter(0, 0)
-    kernel.launch_entered(entered, (1, 1, 1), (32, 1, 1), 0, 0)
+    kernel.launch_entered(entered, Launch((1, 1, 1), (32, 1, 1), 0), 0)
     contexts.leave(pushed)
     assert len(driver.launches) == 1
 

@@ -26,7 +26,7 @@ from deepgemm_jit.errors import (
     StaleContextError,
     UnloadedKernelError,
 )
-from deepgemm_jit.runtime import LoadedKernel
+from deepgemm_jit.runtime import Launch, LoadedKernel
 from deepgemm_jit.runtime.context import _FORKS
 from deepgemm_jit.service import KernelService
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, kernel_set
@@ -201,7 +201,7 @@ class Process(RuleBasedStateMachine):
             kernel = self.service.prepared(context).get(spec)
             if kernel is None:
                 return False
-            kernel.launch_entered(context, (context.sms, 1, 1), (128, 1, 1), stream, 0)
+            kernel.launch_entered(context, Launch((context.sms, 1, 1), (128, 1, 1), 0), stream)
             return True
         finally:
             contexts.leave(pushed)

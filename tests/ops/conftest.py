@@ -1,15 +1,26 @@
-"""A limit of time for every test that runs on a GPU."""
+"""What tests of operations share on a GPU: a service that is cold, calls of their own, and a limit of time."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 GPU_LIMIT_S = 120
 """Includes the first compiles of a session; a kernel itself takes milliseconds."""
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A service that has loaded nothing yet, in place of the one that operations share; its store is empty."""
+    from deepgemm_jit.service import KernelService
+
+    service = KernelService()
+    monkeypatch.setattr("deepgemm_jit.service.service._DEFAULT", {"service": service})
+    return service
 
 
 @pytest.fixture(autouse=True)

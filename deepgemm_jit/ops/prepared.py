@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
 
 from deepgemm_jit.errors import UnloadedKernelError
@@ -66,7 +67,7 @@ def runs_eagerly(operands: Operands) -> bool:
         if type(operand) not in _PLAIN_TENSORS:
             return False
     watched = _len_torch_dispatch_stack() or _len_torch_function_stack() or _get_tracing_state() is not None
-    return not watched and peek_interpreter_stack() is None
+    return not watched and peek_interpreter_stack() is None and not _profiler_enabled()
 
 
 def try_again(options: Key, operands: Operands) -> bool:

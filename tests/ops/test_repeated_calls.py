@@ -368,6 +368,9 @@ def test_plain_tensors_run_without_the_dispatcher_and_all_else_goes_through_it(s
         assert not prepared.runs_eagerly(plain)
     with torch.overrides.BaseTorchFunctionMode():
         assert not prepared.runs_eagerly(plain)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not prepared.runs_eagerly(plain)
+    assert prepared.runs_eagerly(plain)
     seen: list[bool] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:

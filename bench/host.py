@@ -77,10 +77,10 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     context, pushed = contexts.enter(device, stream)
     contexts.leave(pushed)
     known = service.prepared(context)
-    key = prepared._key_at(options, operands)
+    key = prepared._key_at(options, stream, operands)
     again: prepared.PreparedLaunch = known[key]
     whole: prepared.PreparedGemm = known[prepared._key_of(options, operands)]
-    kernel, launch = again.kernel, again.kept.launch
+    kernel = again.kernel
     problem = GemmProblem(out.shape[0], out.shape[1], operands[0].shape[1], 1, Layout.DENSE)
     n, k, rows = out.shape[1], operands[0].shape[1], kernel.spec.block[1]
     box = BoxedTensor(operands[2].data_ptr(), "u8", (k, n, 1), (k, k * n), (128, rows, 1), swizzled=True)
@@ -88,17 +88,13 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     def enter_and_leave() -> None:
         contexts.leave(contexts.enter(device, stream)[1])
 
-    def launch_call() -> None:
-        grid, block, params_pointer, cluster, dependent = launch
-        driver.launch(kernel._function, grid, block, kernel.shared_memory_bytes, stream, params_pointer, cluster, dependent)
-
     return {
         "who traces or watches": lambda: prepared.runs_eagerly(operands),
         "current stream": lambda: torch._C._cuda_getCurrentRawStream(device),
         "context check": enter_and_leave,
-        "key of the call": lambda: prepared._key_at(options, operands),
+        "key of the call": lambda: prepared._key_at(options, stream, operands),
         "dictionary": lambda: known.get(key),
-        "driver call": launch_call,
+        "driver call": lambda: driver.launch_as(again.config, kernel._function, again.params_pointer),
         "spared: dispatcher, around the whole": lambda: torch.ops.deepgemm_jit.fp8_gemm(*operands, False),
         "spared: checks": lambda: checks.check_gemm("fp8_gemm_nt", operands[0], operands[2], out, (operands[1], operands[3])),
         "spared: selection": lambda: select(problem, service._home(context).limits),
@@ -106,7 +102,7 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
         "spared: tensor map, kept": lambda: maps.map_for(box),
         "spared: maps and arguments": lambda: whole.prepare(whole.gemm),
         "spared: memory of their own": lambda: keep(whole.prepare(whole.gemm)),
-        "spared: all, by new addresses": lambda: prepared._try_moved(whole, *[t.data_ptr() for t in operands]),
+        "spared: all, by new addresses": lambda: prepared._try_moved(whole, stream, *[t.data_ptr() for t in operands]),
         "spared: entering a call": lambda: _enter(out),
     }
 

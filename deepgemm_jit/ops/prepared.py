@@ -53,10 +53,12 @@ class PreparedGemm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLaunch:
-    """A GEMM launch but for its stream; the parameters are laid out, tensor maps included."""
+    """A GEMM launch with its parameters laid out, tensor maps included, on one stream."""
 
     kernel: LoadedKernel
     kept: KeptLaunch
+    config: Any
+    params_pointer: int
 
 
 def runs_eagerly(operands: Operands) -> bool:
@@ -86,15 +88,15 @@ def try_again(options: Key, operands: Operands) -> bool:
     context, pushed = service.contexts.enter(device, stream)
     try:
         known = service.prepared(context)
-        key = _key_at(options, operands)
+        key = _key_at(options, stream, operands)
         prepared: PreparedLaunch | None = known.get(key)
         if prepared is None:
             gemm: PreparedGemm | None = known.get(_key_of(options, operands))
-            prepared = None if gemm is None else _try_moved(gemm, *[t.data_ptr() for t in operands])
+            prepared = None if gemm is None else _try_moved(gemm, stream, *[t.data_ptr() for t in operands])
             if prepared is None:
                 return False
             _keep(known, key, prepared)
-        prepared.kernel.launch_entered(context, prepared.kept.launch, stream)
+        prepared.kernel.launch_entered(context, prepared.config, prepared.params_pointer)
     except UnloadedKernelError:
         return False
     finally:
@@ -123,9 +125,9 @@ def _key_of(options: Key, operands: Operands) -> Key:
     return options, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
 
 
-def _key_at(options: Key, operands: Operands) -> Key:
-    """Return the same with the addresses: all that is encoded into maps and arguments, too."""
-    return options, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+def _key_at(options: Key, stream: int, operands: Operands) -> Key:
+    """Return the same with the stream and the addresses: all that is encoded into maps, arguments and configuration."""
+    return options, stream, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
 
 
 def _keep(known: dict[object, Any], key: Key, value: object) -> None:
@@ -134,7 +136,7 @@ def _keep(known: dict[object, Any], key: Key, value: object) -> None:
     known[key] = value
 
 
-def _try_moved(prepared: PreparedGemm, *addresses: int) -> PreparedLaunch | None:
+def _try_moved(prepared: PreparedGemm, stream: int, *addresses: int) -> PreparedLaunch | None:
     """Return the launch on operands at these addresses; None where the checks must look at them again."""
     gemm = prepared.gemm
     a_scale = b_scale = 0
@@ -155,7 +157,8 @@ def _try_moved(prepared: PreparedGemm, *addresses: int) -> PreparedLaunch | None
         a_scales=gemm.a_scales and _moved(gemm.a_scales, a_scale),
         b_scales=gemm.b_scales and _moved(gemm.b_scales, b_scale),
     )
-    return PreparedLaunch(prepared.kernel, keep(prepared.prepare(moved)))
+    kernel, kept = prepared.kernel, keep(prepared.prepare(moved))
+    return PreparedLaunch(kernel, kept, kernel.config_for(kept.launch, stream), kept.launch.params_pointer)
 
 
 def _moved(matrices: Matrices, address: int) -> Matrices:

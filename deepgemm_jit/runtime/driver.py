@@ -56,7 +56,7 @@ class Driver:
         self._started_pid: int | None = None
         self._failure: DriverError | ToolchainError | None = None
         self._launch_kernel: Callable[[int, int, int, None], int] = self._first_launch
-        self._config_for = lru_cache(maxsize=_CONFIGS)(self._new_config)
+        self._kept_config = lru_cache(maxsize=_CONFIGS)(self._new_config)
 
     def start(self) -> None:
         """Start CUDA in this process, once; creates no context.
@@ -229,7 +229,10 @@ class Driver:
         dependent: bool = False,
     ) -> None:
         """Launch a function; ``params_pointer`` is the address of an array of pointers to its arguments."""
-        config = self._config_for(grid, block, shared_memory_bytes, stream, cluster, dependent)
+        self.launch_as(self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent), function, params_pointer)
+
+    def launch_as(self, config: Any, function: int, params_pointer: int) -> None:
+        """Launch a function as a configuration says that :meth:`config_for` returned."""
         result = self._launch_kernel(config.getPtr(), function, params_pointer, None)
         if result:
             raise self._error("cuLaunchKernelEx", self._cuda.CUresult(result))
@@ -270,6 +273,18 @@ class Driver:
         )
         return ctypes.string_at(tensor_map.getPtr(), _TENSOR_MAP_BYTES)
 
+    def config_for(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_memory_bytes: int,
+        stream: int,
+        cluster: int = 1,
+        dependent: bool = False,
+    ) -> Any:
+        """Return what a launch is told beside its function and arguments; it is never changed, so that threads may share it."""
+        return self._kept_config(grid, block, shared_memory_bytes, stream, cluster, dependent)
+
     def _new_config(
         self,
         grid: tuple[int, int, int],
@@ -279,7 +294,6 @@ class Driver:
         cluster: int,
         dependent: bool,
     ) -> Any:
-        """Return what a launch is told beside its function and arguments; it is never changed, so that threads may share it."""
         config = self._cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block

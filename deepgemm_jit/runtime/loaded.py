@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import (
@@ -112,10 +113,16 @@ class LoadedKernel:
                     belongs_to="a context that is gone" if owner is None else owner.describe(),
                     used_in=f"a launch of {self._what} in {self.context.describe()}",
                 )
-        self._launch(Launch(grid, block, params_pointer, cluster, dependent), stream)
+        config = self.config_for(Launch(grid, block, params_pointer, cluster, dependent), stream)
+        self.launch_entered(self.context, config, params_pointer)
 
-    def launch_entered(self, context: Context, launch: Launch, stream: int) -> None:
-        """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on ``stream``.
+    def config_for(self, launch: Launch, stream: int) -> Any:
+        """Return what :meth:`launch_entered` needs of a launch beside its parameters."""
+        grid, block, _params_pointer, cluster, dependent = launch
+        return self._contexts.driver.config_for(grid, block, self.shared_memory_bytes, stream, cluster, dependent)
+
+    def launch_entered(self, context: Context, config: Any, params_pointer: int) -> None:
+        """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on the stream of ``config``.
 
         That has looked at all that :meth:`launch` looks at; what is left is whether this is the kernel's context.
 
@@ -124,7 +131,14 @@ class LoadedKernel:
         """
         if context is not self.context:
             raise self._refusal(context)
-        self._launch(launch, stream)
+        use = self._use
+        use.launching.append(None)  # before the look at `closed`: unload sets that first and looks here afterwards
+        try:
+            if use.closed:
+                raise UnloadedKernelError(what=self._what)
+            self._contexts.driver.launch_as(config, self._function, params_pointer)
+        finally:
+            use.launching.pop()
 
     def unload(self) -> None:
         """Unload the kernel for good; its context must be current.
@@ -153,19 +167,6 @@ class LoadedKernel:
             if isinstance(error, DriverError) and error.result in _CAPTURE_REFUSALS:
                 raise CaptureError(kernel=self.spec.name, result=error.result) from error
             raise
-
-    def _launch(self, launch: Launch, stream: int) -> None:
-        grid, block, params_pointer, cluster, dependent = launch
-        use = self._use
-        use.launching.append(None)  # before the look at `closed`: unload sets that first and looks here afterwards
-        try:
-            if use.closed:
-                raise UnloadedKernelError(what=self._what)
-            self._contexts.driver.launch(
-                self._function, grid, block, self.shared_memory_bytes, stream, params_pointer, cluster, dependent
-            )
-        finally:
-            use.launching.pop()
 
     def _require_current(self) -> None:
         identity = self.context.identity

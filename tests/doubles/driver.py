@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepgemm_jit.errors import DriverError
 from deepgemm_jit.runtime.driver import LAST_SPECIAL_STREAM, Driver
@@ -281,6 +282,21 @@ class DriverDouble(Driver):
         cluster: int = 1,
         dependent: bool = False,
     ) -> None:
+        self.launch_as(self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent), function, params_pointer)
+
+    def config_for(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_memory_bytes: int,
+        stream: int,
+        cluster: int = 1,
+        dependent: bool = False,
+    ) -> tuple[Any, ...]:
+        return grid, block, shared_memory_bytes, stream
+
+    def launch_as(self, config: tuple[Any, ...], function: int, params_pointer: int) -> None:
+        grid, block, shared_memory_bytes, stream = config
         self._count("launch")
         target = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]
         launched = self._functions[function]

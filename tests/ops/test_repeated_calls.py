@@ -129,13 +129,13 @@ def test_arguments_of_a_repeated_launch_are_those_of_a_checked_one(
     driver: DriverDouble, streams: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[bytes] = []
-    launch = driver.launch
+    launch = driver.launch_as
 
-    def reading(*arguments: Any) -> None:
-        launched.append(parameters(arguments[5], maps=3))
-        launch(*arguments)
+    def reading(config: Any, function: int, params_pointer: int) -> None:
+        launched.append(parameters(params_pointer, maps=3))
+        launch(config, function, params_pointer)
 
-    monkeypatch.setattr(driver, "launch", reading)
+    monkeypatch.setattr(driver, "launch_as", reading)
     first, second = Operands("row_index"), Operands("row_index")
     for operands in (first, second, first, second):
         operands.run()

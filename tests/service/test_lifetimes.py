@@ -201,7 +201,8 @@ class Process(RuleBasedStateMachine):
             kernel = self.service.prepared(context).get(spec)
             if kernel is None:
                 return False
-            kernel.launch_entered(context, Launch((context.sms, 1, 1), (128, 1, 1), 0), stream)
+            config = kernel.config_for(Launch((context.sms, 1, 1), (128, 1, 1), 0), stream)
+            kernel.launch_entered(context, config, 0)
             return True
         finally:
             contexts.leave(pushed)

@@ -53,7 +53,7 @@ class PreparedGemm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLaunch:
-    """A GEMM launch with its parameters laid out, tensor maps included, on one stream."""
+    """A GEMM launch with its parameters laid out, tensor maps included, on one stream; ``kept`` owns what they are."""
 
     kernel: LoadedKernel
     kept: KeptLaunch

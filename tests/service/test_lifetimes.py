@@ -1,7 +1,7 @@
 """Random lives of a process: loads, launches, resets, switches, forks and unloads in any order, against the driver's double.
 
 Whatever is asked for, in whatever state, no launch with a foreign or stale handle ever reaches the driver: what belongs there is
-launched, or the error says why not. ``HYPOTHESIS_PROFILE=nightly`` tries 100,000 lives.
+launched, or the error says why not. The nightly profile tries 100,000 lives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.none
 LARGE = max((spec for spec in kernel_set("sm_90a") if spec.family == FP8_GEMM), key=dynamic_shared_memory_bytes)
 SMALL = next(spec for spec in kernel_set("sm_90a") if dynamic_shared_memory_bytes(spec) == 0)
 GPUS = 2
-LIVES = {"quick": 500, "nightly": 100_000}
+QUICK = settings.default.max_examples <= settings.get_profile("quick").max_examples
+LIVES = 500 if QUICK else 100_000
 
 gpus = st.integers(0, GPUS - 1)
 specs = st.sampled_from([LARGE, SMALL])
@@ -230,6 +231,4 @@ class Process(RuleBasedStateMachine):
 
 
 TestProcess = Process.TestCase
-TestProcess.settings = settings(
-    max_examples=LIVES[os.environ.get("HYPOTHESIS_PROFILE", "quick")], stateful_step_count=40, deadline=None
-)
+TestProcess.settings = settings(max_examples=LIVES, stateful_step_count=40, deadline=None)

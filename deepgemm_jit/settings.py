@@ -33,12 +33,6 @@ def _parse_path(text: str) -> Path:
     return path
 
 
-def _parse_file(text: str) -> Path:
-    if not text.strip() or not Path(text).is_absolute() or text.endswith("/"):
-        raise _Meaningless("the absolute path of a file")
-    return Path(text)
-
-
 def _parse_policy(text: str) -> CompilePolicy:
     for policy in COMPILE_POLICIES:
         if text == policy:
@@ -62,6 +56,12 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_file(text: str) -> Path:
+    if not text.strip() or not Path(text).is_absolute() or text.endswith("/"):
+        raise _Meaningless("the absolute path of a file")
+    return Path(text)
+
+
 def _setting(default: Any, parse: Callable[[str], Any]) -> Any:
     return field(default=default, metadata={"parse": parse})
 
@@ -80,10 +80,10 @@ class Settings:
     """Compile processes of a warm-up; default: the CPUs of this process."""
     lock_timeout_s: float = _setting(120.0, _parse_seconds)
     """Longest wait for another process's compile of the same kernel."""
-    trust_root: Path | None = _setting(None, _parse_path)
-    """A store root to trust although another user owns it."""
     audit: Path | None = _setting(None, _parse_file)
     """A file that gets a line for each kernel that run time asked for and no warm-up had built."""
+    trust_root: Path | None = _setting(None, _parse_path)
+    """A store root to trust although another user owns it."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:

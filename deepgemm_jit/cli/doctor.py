@@ -103,8 +103,8 @@ def _settings(settings: Settings, place: Location) -> str:
         "cache_dir": place.root or "none: memory only",
         "lock_dir": lock_dir_path(settings),
         "jobs": settings.jobs or len(os.sched_getaffinity(0)),
-        "trust_root": settings.trust_root or "none",
         "audit": settings.audit or "none",
+        "trust_root": settings.trust_root or "none",
     }
     lines = []
     for name in setting_names():

@@ -79,10 +79,13 @@ def try_again(options: Key, operands: Operands) -> bool:
         ContextMismatchError: the current stream belongs to a foreign context.
         DriverError: the driver refused the launch.
     """
-    first = operands[0]
-    if not first.is_cuda or (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
+    if not operands[0].is_cuda:
         return False
-    device = first.get_device()
+    if torch.is_grad_enabled():
+        for operand in operands:
+            if operand.requires_grad:
+                return False  # the checks have an error for it
+    device = operands[0].get_device()
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     service = default_service()
     context, pushed = service.contexts.enter(device, stream)

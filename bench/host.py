@@ -74,8 +74,8 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     service = default_service()
     contexts, driver, maps = service.contexts, service.contexts.driver, service.maps
-    context, pushed = contexts.enter(device, stream)
-    contexts.leave(pushed)
+    context, entered = contexts.enter(device, stream)
+    contexts.leave(entered)
     known = service.prepared(context)
     key = prepared._key_at(options, stream, operands)
     again: prepared.PreparedLaunch = known[key]
@@ -86,7 +86,9 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
     box = BoxedTensor(operands[2].data_ptr(), "u8", (k, n, 1), (k, k * n), (128, rows, 1), swizzled=True)
 
     def enter_and_leave() -> None:
-        contexts.leave(contexts.enter(device, stream)[1])
+        _, pushed = contexts.enter(device, stream)
+        if pushed:
+            contexts.leave(pushed)
 
     return {
         "who traces or watches": lambda: prepared.runs_eagerly(operands),

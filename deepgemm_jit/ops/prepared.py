@@ -103,7 +103,8 @@ def try_again(options: Key, operands: Operands) -> bool:
     except UnloadedKernelError:
         return False
     finally:
-        service.contexts.leave(pushed)
+        if pushed:
+            service.contexts.leave(pushed)
     return True
 
 

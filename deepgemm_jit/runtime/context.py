@@ -136,7 +136,11 @@ class Contexts:
         Raises:
             ContextMismatchError: the stream belongs to another device, or to a context of the application's own.
         """
-        context = self.try_current()
+        # The lines of try_current without its call: every launch comes here.
+        if self._forks != _FORKS.count:
+            self._start_afresh()
+        context_id = self.driver.try_current_context_id()
+        context = None if context_id is None else self._seen.get(context_id) or self._look_at_current(context_id)
         pushed = 0
         if context is None or context.device_ordinal != device_ordinal or context.kind == "own":
             context = self._push_primary(device_ordinal)

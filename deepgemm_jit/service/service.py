@@ -102,7 +102,8 @@ class KernelService:
 
         It is emptied when anything that it may rest on changes here: the SM limit, or a kernel that is unloaded.
         """
-        return self._home(context).prepared
+        home = self._homes.get(context)
+        return (self._home(context) if home is None else home).prepared
 
     def limit_sms(self, sms: int | None) -> None:
         """Let persistent kernels take at most this many SMs, in every context that has more; None lifts the limit.

@@ -160,9 +160,11 @@ class KernelService:
         home = self._homes.get(context)
         if home is None:
             # What a context at the same address held went with it.
-            for gone in [other for other in list(self._homes) if other.handle == context.handle]:
-                self._homes.pop(gone, None)
+            for other in list(self._homes):
+                if other.handle == context.handle and other is not context:
+                    self._homes.pop(other, None)
             home = self._homes.setdefault(context, _Home(context, self._limits_of(context)))
+            home.limits = self._limits_of(context)  # again, where limit_sms has come between and did not see it
         return home
 
     def _limits_of(self, context: Context) -> Limits:

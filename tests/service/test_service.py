@@ -477,6 +477,22 @@ def test_what_a_reset_context_held_is_dropped(driver: DriverDouble, service: Ker
     assert len(service._homes) == 2
 
 
+def test_threads_that_meet_a_context_at_once_keep_one_home_for_it(driver: DriverDouble, service: KernelService) -> None:
+    driver.push_context(driver.retain_primary(0))
+    context = service.contexts.current()
+    barrier, homes = threading.Barrier(4), []
+
+    class MetAtOnce(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            barrier.wait(60)
+            return found
+
+    service._homes = MetAtOnce()
+    assert in_threads(4, lambda number: homes.append(service._home(context))) == []
+    assert len({id(home) for home in homes}) == len(service._homes) == 1
+
+
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "16"])
 def test_a_limit_that_is_no_count_is_refused(service: KernelService, limit: Any) -> None:
     with pytest.raises(OperandError, match="at least 1, or None"):

@@ -57,6 +57,7 @@ def test_the_operations_are_pinned() -> None:
         "get_mk_alignment_for_contiguous_layout",
         "get_mn_major_tma_aligned_tensor",
         "get_num_sms",
+        "get_pdl",
         "m_grouped_bf16_gemm_nn_contiguous",
         "m_grouped_bf16_gemm_nt_contiguous",
         "m_grouped_bf16_gemm_nt_masked",
@@ -67,6 +68,7 @@ def test_the_operations_are_pinned() -> None:
         "prepare_experts",
         "requantize_ue8m0",
         "set_num_sms",
+        "set_pdl",
         "to_ue8m0",
     ]
     assert [name for name in ops.__all__ if not callable(getattr(ops, name))] == []

@@ -25,7 +25,7 @@ from deepgemm_jit.ops.gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
-from deepgemm_jit.ops.launching import get_num_sms, set_num_sms
+from deepgemm_jit.ops.launching import get_num_sms, get_pdl, set_num_sms, set_pdl
 from deepgemm_jit.ops.quant import get_mn_major_tma_aligned_tensor, per_token_cast_to_fp8
 from deepgemm_jit.ops.ue8m0 import requantize_ue8m0, to_ue8m0
 from deepgemm_jit.ops.weights import Activation, Experts, Projection, prepare_experts
@@ -43,6 +43,7 @@ __all__ = [
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_pdl",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -53,5 +54,6 @@ __all__ = [
     "prepare_experts",
     "requantize_ue8m0",
     "set_num_sms",
+    "set_pdl",
     "to_ue8m0",
 ]

@@ -96,7 +96,8 @@ def check_gemm(
         if scales[1].numel() and scales[1].size(-1) > 1 and scales[1].stride(-1) != 1:
             faults.add(f"b_scale must have its last dimension contiguous, not strides {scales[1].stride()}")
     if groups is not None:
-        faults.look_at_groups(groups, m if groups.per_row else group_count, group_count, alignment)
+        row_step = 64 if scales is None else 16
+        faults.look_at_groups(groups, m if groups.per_row else group_count, group_count, alignment, row_step)
     if sizes_fit:
         faults.look_at_rows("a", a, k_step)
         faults.look_at_rows("b", b, 8 if n_major else k_step)
@@ -203,13 +204,13 @@ class Faults:
         if tuple(tensor.shape) != shape:
             self.add(f"{name} must have shape {meaning} = {shape}, not {tuple(tensor.shape)}")
 
-    def look_at_groups(self, groups: GroupData, size: int, count: int, alignment: int) -> None:
+    def look_at_groups(self, groups: GroupData, size: int, count: int, alignment: int, row_step: int) -> None:
         """Note group data of another size or stride, too many groups to count, and alignments that no tile divides."""
         self.look_at_shape(groups.name, groups.tensor, (size,), "(M,)" if groups.per_row else "(G,)")
         if groups.tensor.numel() > 1 and groups.tensor.stride(0) != 1:
             self.add(f"{groups.name} must be contiguous, not of stride {groups.tensor.stride(0)}")
-        if not 64 <= alignment < SIZE_LIMIT or alignment % 64:
-            self.add(f"alignment = {alignment} must be a multiple of 64 below 2^31, 128 by default")
+        if not row_step <= alignment < SIZE_LIMIT or alignment % row_step:
+            self.add(f"alignment = {alignment} must be a multiple of {row_step} below 2^31, 128 by default")
         if count > MAX_GROUPS and not groups.per_row:
             self.add(f"{count} groups are too many to count: at most {MAX_GROUPS}, or a row index, which has no limit")
 

@@ -44,8 +44,8 @@ from deepgemm_jit.spec import (
 MAX_TOP_K = 16
 _ALIGNMENT = 128
 _ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_ROWS = 64
-"""Rows per expert up to which groups are aligned to 64, where only tiles of 64 rows fit."""
+_ALIGNMENTS = (16, 32, 64)
+"""Groups start at multiples of the first that holds the rows of an expert, so that a tile is not mostly padding."""
 
 
 def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -76,14 +76,16 @@ def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: to
         raise OperandError(operation="fp8_experts", faults=[fault])
     checks.require_tensors("fp8_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
     up, down, gate = experts.gate_up, experts.down, _gate(experts.activation, experts.gated)
+    # Groups that start at multiples of fewer than 64 rows are for tiles of few tokens, which want a scale per block.
+    narrow = "row" not in (up.scale_kind, down.scale_kind)
     projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
         hidden, topk_index, topk_weights, down.weight, up.weight, up.scale, up.activation_scale, up.scale_kind == "row", False,
-        gate.value,
+        narrow, gate.value,
     )  # fmt: skip
     projected = _called_back("fp8_experts", experts.activation, projected, experts.intermediate_size)
     return _down(
         projected, topk_index, topk_weights, rows, ends, down.weight, down.scale, down.activation_scale, down.scale_kind == "row",
-        False, gate, False, experts.activation,
+        False, narrow, gate, False, experts.activation,
     )  # fmt: skip
 
 
@@ -126,11 +128,11 @@ def bf16_experts(
     function = activation_for("bf16_experts", activation, gated, swiglu_limit, swiglu_alpha)
     gate = _gate(function, gated)
     projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
-        hidden, topk_index, topk_weights, down, gate_up, None, None, False, transposed, gate.value
+        hidden, topk_index, topk_weights, down, gate_up, None, None, False, transposed, False, gate.value
     )
     projected = _called_back("bf16_experts", function, projected, down.shape[1 if transposed else 2])
     return _down(
-        projected, topk_index, topk_weights, rows, ends, down, None, None, False, transposed, gate, interleaved, function
+        projected, topk_index, topk_weights, rows, ends, down, None, None, False, transposed, False, gate, interleaved, function
     )
 
 
@@ -171,6 +173,7 @@ def _down(
     activation_scale: torch.Tensor | None,
     row_scales: bool,
     n_major: bool,
+    narrow: bool,
     gate: Gate,
     interleaved: bool,
     activation: Activation,
@@ -178,8 +181,8 @@ def _down(
     limit = float("inf") if activation.limit is None else float(activation.limit)
     alpha = 0.0 if activation.alpha is None else float(activation.alpha)
     out: torch.Tensor = torch.ops.deepgemm_jit.experts_down(
-        projected, topk_index, topk_weights, rows, ends, weight, scale, activation_scale, row_scales, n_major, gate.value,
-        interleaved, limit, alpha,
+        projected, topk_index, topk_weights, rows, ends, weight, scale, activation_scale, row_scales, n_major, narrow,
+        gate.value, interleaved, limit, alpha,
     )  # fmt: skip
     return out
 
@@ -251,11 +254,12 @@ def _capacity(tokens: int, top_k: int, experts: int) -> int:
     return checks.round_up(pairs + torch.sym_min(pairs, experts) * (_ALIGNMENT - 1), _ALIGNMENT)  # type: ignore[no-untyped-call]
 
 
-def _layout(pairs: int, experts: int) -> tuple[int, int]:
+def _layout(pairs: int, experts: int, narrow: bool) -> tuple[int, int]:
     """Return the alignment of groups, and the rows that selection counts on: those of pairs spread evenly."""
     hit = min(pairs, experts)
     rows = checks.ceil_div(pairs, hit)
-    alignment = 64 if rows <= _FEW_ROWS else _ALIGNMENT
+    alignments = _ALIGNMENTS if narrow else _ALIGNMENTS[-1:]
+    alignment = next((alignment for alignment in alignments if rows <= alignment), _ALIGNMENT)
     return alignment, hit * checks.round_up(rows, alignment)
 
 
@@ -263,9 +267,9 @@ def _pairs(topk_index: torch.Tensor, rows: torch.Tensor) -> Pairs:
     return Pairs(topk_index.data_ptr(), rows.data_ptr(), rows.numel(), rows.shape[1], topk_index.dtype == torch.int64)
 
 
-def _problem(pairs: int, weight: torch.Tensor, quantized: bool, row_scales: bool, n_major: bool) -> GemmProblem:
+def _problem(pairs: int, weight: torch.Tensor, quantized: bool, row_scales: bool, n_major: bool, narrow: bool) -> GemmProblem:
     experts, n, k = weight.shape[0], weight.shape[2 if n_major else 1], weight.shape[1 if n_major else 2]
-    alignment, rows = _layout(pairs, experts)
+    alignment, rows = _layout(pairs, experts, narrow)
     dtype = "e4m3" if quantized else "bf16"
     variant = (N_MAJOR,) if n_major else (ROW_SCALES,) if row_scales else ()
     return GemmProblem(rows, n, k, experts, Layout.PREFIX_SUMS, alignment, (dtype, dtype, "bf16"), variant)
@@ -307,6 +311,7 @@ def _experts_up(
     activation_scale: torch.Tensor | None,
     row_scales: bool,
     n_major: bool,
+    narrow: bool,
     gate: int,
     *,
     fake: bool = False,
@@ -322,7 +327,7 @@ def _experts_up(
         return projected, rows, ends
     index = topk_index.contiguous()
     pairs = _pairs(index, rows)
-    problem = _problem(pairs.total, weight, quantized, row_scales, n_major)
+    problem = _problem(pairs.total, weight, quantized, row_scales, n_major, narrow)
     with call_on(hidden) as call:
         kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
         route = select(StepProblem(ROUTE, ("i32",)), call.limits)
@@ -345,6 +350,7 @@ def _experts_down(
     activation_scale: torch.Tensor | None,
     row_scales: bool,
     n_major: bool,
+    narrow: bool,
     gate: int,
     interleaved: bool,
     limit: float,
@@ -369,7 +375,7 @@ def _experts_down(
     stride = projected.stride(0)
     if projected.stride(1) != 1 or stride < projected.shape[1] or stride % 8 or projected.data_ptr() % 16:
         projected = projected.contiguous()
-    problem = _problem(pairs.total, weight, scale is not None, row_scales, n_major)
+    problem = _problem(pairs.total, weight, scale is not None, row_scales, n_major, narrow)
     with call_on(projected) as call:
         kernel = kernel_for(call, problem)
         if scale is None and gate == Gate.PASS.value:
@@ -398,7 +404,7 @@ def _experts_down(
     return out
 
 
-_WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major"
+_WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major, bool narrow"
 
 define(
     f"experts_up(Tensor hidden, Tensor topk_index, Tensor topk_weights, Tensor down, {_WEIGHTS}, int gate) "

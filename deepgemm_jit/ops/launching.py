@@ -10,7 +10,7 @@ import torch
 from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
-from deepgemm_jit.spec import GemmProblem, KernelSpec, select
+from deepgemm_jit.spec import GemmProblem, KernelSpec, selected
 
 _SCALE_ALIGNMENT = 4
 """Floats to which the columns of M-major scales are padded: 16 bytes, as tensor maps need."""
@@ -38,6 +38,19 @@ def get_num_sms() -> int:
         return call.limits.sms
 
 
+def set_pdl(enabled: bool) -> None:
+    """Let GEMMs start while the kernels before them in the stream end (programmatic dependent launch), from the next call on.
+
+    A GEMM waits for the kernels before it before it reads or writes anything, so results do not change. Off by default.
+    """
+    default_service().overlap_launches(enabled)
+
+
+def get_pdl() -> bool:
+    """Return what :func:`set_pdl` was last given."""
+    return default_service().overlaps
+
+
 def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
     """Launch a kernel on the stream of a call, built and loaded first if need be."""
     call.launch(spec, launch)
@@ -45,7 +58,7 @@ def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
 
 def kernel_for(call: Call, problem: GemmProblem) -> LoadedKernel:
     """Return the kernel that selection finds for ``problem``, built and loaded first if need be."""
-    return call.kernel(select(problem, call.limits))
+    return call.kernel(selected(problem, call.limits).spec)
 
 
 def run_gemm(
@@ -78,7 +91,9 @@ def run_gemm(
         a_scales=None if scales is None else _m_major(scales[0]),
         b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
     )
-    prepare = partial(prepare_gemm, kernel.spec, call.limits.sms, default_service().maps)
+    service = default_service()
+    split_k = selected(problem, call.limits).split_k
+    prepare = partial(prepare_gemm, kernel.spec, call.limits.sms, service.maps, split_k=split_k, dependent=service.overlaps)
     call.launch(kernel.spec, prepare(gemm))
     return gemm, prepare
 

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from deepgemm_jit.runtime.params import Launch, lay_out
 from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
-from deepgemm_jit.spec import FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
-from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
+from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
+from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, blocks_per_sm, threads
 
 _FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xI4x")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
@@ -49,8 +49,12 @@ class GemmCall(NamedTuple):
     b_scales: Matrices | None = None
 
 
-def prepare_gemm(spec: KernelSpec, sms: int, maps: TensorMaps, call: GemmCall) -> Launch:
-    """Prepare the launch of a GEMM: as many persistent blocks as the context has SMs, or tiles if fewer.
+def prepare_gemm(
+    spec: KernelSpec, sms: int, maps: TensorMaps, call: GemmCall, split_k: int = 1, dependent: bool = False
+) -> Launch:
+    """Prepare the launch of a GEMM: as many persistent blocks as fit the context's SMs, or tiles if fewer.
+
+    A cluster takes one tile at a time: those of its blocks side by side, or ``split_k`` parts of the k-blocks of one.
 
     Raises:
         DriverError: the driver refuses to encode a tensor map.
@@ -58,23 +62,25 @@ def prepare_gemm(spec: KernelSpec, sms: int, maps: TensorMaps, call: GemmCall) -
     block_m, block_n, block_k = spec.block
     k_blocks = -(-call.k // block_k)
     a_groups = call.groups if call.layout is Layout.MASKED else 1
-    tiles = -(-call.m // block_m) * -(-call.n // block_n) * a_groups
-    boxes = [_operand(spec, call.a, call.k, call.m, a_groups, block_m)]
+    cluster = spec.cluster * split_k
+    tiles = -(-call.m // block_m) * -(-call.n // (block_n * spec.cluster)) * a_groups
+    clusters = min(max(sms * blocks_per_sm(spec) // cluster, 1), tiles)
+    boxes = [_operand(spec, call.a, call.k, call.m, a_groups, block_m // spec.cluster)]
     if N_MAJOR in spec.flags:
         boxes.append(_n_major(call.b, call.n, call.k, call.groups, block_k))
     else:
         boxes.append(_operand(spec, call.b, call.k, call.n, call.groups, block_n))
     shape = (call.group_data, call.m, call.n, call.groups, call.layout.value, call.alignment)
-    layout: struct.Struct = _BF16_GEMM
+    layout = _BF16_GEMM
     head: tuple[int, ...] = ()
-    if spec.family == FP8_GEMM:
+    if spec.family != BF16_GEMM:
         a_scales, b_scales = _given(call.a_scales), _given(call.b_scales)
         boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
         layout, head = _FP8_GEMM, b_scales
     params = lay_out(layout, (*head, *call.d, *shape, k_blocks), [maps.map_for(box) for box in boxes])
-    return Launch((min(sms, tiles), 1, 1), (threads(spec), 1, 1), params)
+    return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)
 
 
 def _given(matrices: Matrices | None) -> Matrices:
@@ -91,7 +97,7 @@ def _strides(matrices: Matrices, groups: int, element_bytes: int) -> tuple[int, 
 def _operand(spec: KernelSpec, matrices: Matrices, k: int, rows: int, groups: int, block: int) -> BoxedTensor:
     block_k = spec.block[2]
     strides = _strides(matrices, groups, BLOCK_K_BYTES // block_k)
-    dtype: Literal["u8", "bf16"] = "u8" if spec.family == FP8_GEMM else "bf16"
+    dtype: Literal["u8", "bf16"] = "bf16" if spec.family == BF16_GEMM else "u8"
     return BoxedTensor(matrices.address, dtype, (k, rows, groups), strides, (block_k, block, 1), swizzled=True)
 
 

@@ -54,6 +54,7 @@ class KernelService:
         self._audits: dict[str, Audit] = {}
         self._homes: dict[Context, _Home] = {}
         self._sms_limit: int | None = None
+        self._overlaps = False
         self._cubins: dict[KernelSpec, Cubin] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
         # By process as well: a fork may inherit a lock whose holder did not come along.
@@ -118,6 +119,16 @@ class KernelService:
         self._sms_limit = sms
         for home in list(self._homes.values()):
             home.limits = self._limits_of(home.context)
+        self.forget_calls()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether launches may start while the kernels before them in the stream end, see :meth:`overlap_launches`."""
+        return self._overlaps
+
+    def overlap_launches(self, overlap: bool) -> None:
+        """Let kernels that wait for those before them by themselves start while those end (programmatic dependent launch)."""
+        self._overlaps = bool(overlap)
         self.forget_calls()
 
     def forget_calls(self) -> None:

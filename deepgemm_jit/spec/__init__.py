@@ -6,6 +6,7 @@ from deepgemm_jit.spec.kernel import (
     CAST_TO_FP8,
     COMBINE,
     FP8_GEMM,
+    FP8_GEMM_SWAP_AB,
     GATHER,
     N_MAJOR,
     ROUTE,
@@ -26,7 +27,7 @@ from deepgemm_jit.spec.problem import (
     arch_of,
     limits_of,
 )
-from deepgemm_jit.spec.selection import reachable, select
+from deepgemm_jit.spec.selection import Selected, reachable, select, selected
 
 __all__ = [
     "ACTIVATE",
@@ -35,6 +36,7 @@ __all__ = [
     "CAST_TO_FP8",
     "COMBINE",
     "FP8_GEMM",
+    "FP8_GEMM_SWAP_AB",
     "GATHER",
     "MAX_EXPERTS",
     "MAX_GROUPS",
@@ -48,6 +50,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Problem",
+    "Selected",
     "StepProblem",
     "arch_named",
     "arch_of",
@@ -58,4 +61,5 @@ __all__ = [
     "reachable",
     "require_member",
     "select",
+    "selected",
 ]

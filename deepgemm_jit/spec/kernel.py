@@ -9,6 +9,7 @@ from deepgemm_jit.errors import OperandError
 from deepgemm_jit.spec.shown import shown
 
 FP8_GEMM = "fp8_gemm_1d2d"
+FP8_GEMM_SWAP_AB = "fp8_gemm_swap_ab"
 BF16_GEMM = "bf16_gemm"
 CAST_TO_FP8 = "per_token_cast_to_fp8"
 SCALE_LAYOUT = "scale_layout"
@@ -25,6 +26,7 @@ N_MAJOR = "n_major"
 
 _BLOCK_SIZES = {
     FP8_GEMM: 3,
+    FP8_GEMM_SWAP_AB: 3,
     BF16_GEMM: 3,
     CAST_TO_FP8: 1,
     SCALE_LAYOUT: 2,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec.kernel import (
@@ -11,6 +13,7 @@ from deepgemm_jit.spec.kernel import (
     CAST_TO_FP8,
     COMBINE,
     FP8_GEMM,
+    FP8_GEMM_SWAP_AB,
     GATHER,
     N_MAJOR,
     ROUTE,
@@ -27,16 +30,38 @@ BLOCK_K_BYTES = 128
 
 _MAX_STAGES = 8
 
-# (block_m, block_n) by variant. 64-row tiles keep one consumer warpgroup busy while weights stream, 128-row tiles feed two, and
-# 256 rows are two products per warpgroup. 192 columns cost the least shared-memory and L2 traffic per product that 128 rows
-# allow; BF16 needs no second set of sums, so its tile grows to 256.
-GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, int], ...]] = {
-    (FP8_GEMM, ()): ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (256, 128)),
-    (FP8_GEMM, (ROW_SCALES,)): ((64, 128), (128, 128)),
-    (BF16_GEMM, ()): ((64, 128), (128, 128), (128, 256)),
-    (BF16_GEMM, (N_MAJOR,)): ((64, 128), (128, 128), (128, 256)),
+
+class Tile(NamedTuple):
+    """Rows and columns of D that a block computes at a time, and the blocks of a cluster that share A."""
+
+    block_m: int
+    block_n: int
+    cluster: int = 1
+
+
+# 64-row tiles keep one consumer warpgroup busy while weights stream, narrow ones so that every SM has a tile; 128-row tiles feed
+# two, and 256 rows are two products per warpgroup. 192 columns cost the least shared-memory traffic per product that 128 rows
+# allow, a cluster of two the least L2 traffic; BF16 needs no second set of sums, so its tile grows to 256. Where the operands are
+# swapped, tokens are the columns of a product and 64 weights its rows.
+GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
+    (FP8_GEMM, ()): (
+        Tile(64, 16),
+        Tile(64, 32),
+        Tile(64, 64),
+        Tile(64, 128),
+        Tile(128, 64),
+        Tile(128, 128),
+        Tile(128, 192),
+        Tile(128, 128, cluster=2),
+        Tile(256, 128, cluster=2),
+    ),
+    (FP8_GEMM, (ROW_SCALES,)): (Tile(64, 128), Tile(128, 128)),
+    (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64)),
+    (BF16_GEMM, ()): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
+    (BF16_GEMM, (N_MAJOR,)): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
 }
-GEMM_DTYPES = {FP8_GEMM: ("e4m3", "e4m3", "bf16"), BF16_GEMM: ("bf16", "bf16", "bf16")}
+_FP8 = ("e4m3", "e4m3", "bf16")
+GEMM_DTYPES = {FP8_GEMM: _FP8, FP8_GEMM_SWAP_AB: _FP8, BF16_GEMM: ("bf16", "bf16", "bf16")}
 _ELEMENT_BYTES = {"e4m3": 1, "bf16": 2}
 
 # Dtypes in and out of the kernels that have no tiles, and the elements that one step of a block takes.
@@ -67,10 +92,20 @@ def is_gemm(spec: KernelSpec) -> bool:
 
 
 def threads(spec: KernelSpec) -> int:
-    """Return the threads of a block: for a GEMM the producer's warpgroup and one consumer warpgroup per 64 rows, at most two."""
+    """Return the threads of a block: for a GEMM the producer's and one consumer warpgroup per 64 rows, at most two.
+
+    With swapped operands the rows are those of B, and the producer is a single warp.
+    """
+    if spec.family == FP8_GEMM_SWAP_AB:
+        return 128 * _consumers(spec.block[1]) + 64
     if is_gemm(spec):
         return 128 * (1 + _consumers(spec.block[0]))
     return 1024 if spec.family == ROUTE else 256
+
+
+def blocks_per_sm(spec: KernelSpec) -> int:
+    """Return the blocks of a persistent kernel that share an SM: two where weights stream, so that one fills the other's gaps."""
+    return 2 if spec.family == FP8_GEMM_SWAP_AB else 1
 
 
 def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
@@ -78,14 +113,20 @@ def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
     return _gemm_shared_memory_bytes(spec.family, spec.flags, spec.block[0], spec.block[1], spec.stages) if is_gemm(spec) else 0
 
 
-def _consumers(block_m: int) -> int:
-    return min(2, block_m // 64)
+def _consumers(rows: int) -> int:
+    return min(2, rows // 64)
 
 
 def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int, block_n: int, stages: int) -> int:
     # As laid out in kernels_src/include/dj/kernels, where each GEMM asserts this very sum: slack to align to 1024 bytes, stages
     # of an A tile, a B tile and scales, a padded strip of 16 rows per consumer warp, barriers, tile counts of groups.
     stage = (block_m + block_n) * BLOCK_K_BYTES
+    if family == FP8_GEMM_SWAP_AB:
+        # Scales start at multiples of 128 bytes, and each stage has its barriers; partial sums of 64 rows per consumer, and
+        # padded strips of 8 rows x 16 columns.
+        stage += max(block_m * 4, 128) + 3 * 8
+        exchange = _consumers(block_n) * (64 * 4 * block_m + 4 * 8 * 48) + 2 * 8
+        return 1024 + stages * stage + exchange + _GROUP_TABLE_BYTES
     if family == FP8_GEMM:
         stage += block_m * 4 + (block_n * 4 if ROW_SCALES in flags else 0)
     strips = 4 * _consumers(block_m) * 16 * 2 * (min(block_n, 64) + 8)
@@ -138,12 +179,21 @@ def _members(arch: str) -> frozenset[KernelSpec]:
     return frozenset(_kernel_set(arch))
 
 
-def _gemm(arch: str, family: str, flags: tuple[str, ...], tile: tuple[int, int], shared_memory_bytes: int) -> KernelSpec:
+def _gemm(arch: str, family: str, flags: tuple[str, ...], tile: Tile, shared_memory_bytes: int) -> KernelSpec:
+    dtypes = GEMM_DTYPES[family]
+    block = (tile.block_m, tile.block_n, BLOCK_K_BYTES // _ELEMENT_BYTES[dtypes[0]])
+    shallow = KernelSpec(family, arch, dtypes, block, 1, tile.cluster, flags)
+    share = stage_memory_bytes(shallow, shared_memory_bytes)
     stages = max(
         count
         for count in range(1, _MAX_STAGES + 1)
-        if _gemm_shared_memory_bytes(family, flags, *tile, count) <= shared_memory_bytes
+        if _gemm_shared_memory_bytes(family, flags, tile.block_m, tile.block_n, count) <= share
     )
-    dtypes = GEMM_DTYPES[family]
-    block = (*tile, BLOCK_K_BYTES // _ELEMENT_BYTES[dtypes[0]])
-    return KernelSpec(family, arch, dtypes, block, stages, flags=flags)
+    return replace(shallow, stages=stages)
+
+
+def stage_memory_bytes(spec: KernelSpec, shared_memory_bytes: int) -> int:
+    """Return what one of the blocks that share an SM may ask for, where a single one may ask for ``shared_memory_bytes``."""
+    # CUDA C++ Programming Guide, compute capability 9.0: the SM has 1 KB more than a block may ask for, and keeps 1 KB per block.
+    blocks = blocks_per_sm(spec)
+    return (shared_memory_bytes + 1024) // blocks - 1024

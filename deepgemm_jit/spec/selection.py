@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, N_MAJOR, ROW_SCALES, KernelSpec
+from deepgemm_jit.spec.cost import Option, Work, options
+from deepgemm_jit.spec.kernel import FP8_GEMM_SWAP_AB, KernelSpec
 from deepgemm_jit.spec.kernel_set import (
     GEMM_DTYPES,
     GEMM_TILES,
     MAX_GROUPS,
     STEP_KERNELS,
     dynamic_shared_memory_bytes,
-    is_gemm,
     kernel_set,
 )
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, arch_named, limits_of
@@ -23,7 +24,7 @@ from deepgemm_jit.spec.shown import shown
 _SIZE_LIMIT = 2**31
 """Coordinates of the copy engine are signed 32-bit numbers."""
 
-_K_STEPS = {FP8_GEMM: 16, BF16_GEMM: 8}
+_K_STEPS = {"e4m3": 16, "bf16": 8}
 """Elements that are 16 bytes: what the copy engine wants rows to be a multiple of."""
 
 
@@ -34,8 +35,21 @@ def select(problem: Problem, limits: Limits) -> KernelSpec:
         UnsupportedError: no kernel serves it; the text says what would work.
         OperandError: a problem or limits of other types than theirs.
     """
+    return selected(problem, limits).spec
+
+
+class Selected(NamedTuple):
+    """A kernel and how it is launched on a problem."""
+
+    spec: KernelSpec
+    split_k: int = 1
+    """Blocks of a cluster that share the k-blocks of a tile."""
+
+
+def selected(problem: Problem, limits: Limits) -> Selected:
+    """Return the kernel that :func:`select` returns, with the split of K for this problem; raises as it does."""
     try:
-        return _select(problem, limits)
+        return _selected(problem, limits)
     except TypeError:  # what cannot be hashed: only a call that fails pays for looking
         _refuse_types(problem, limits)
         if isinstance(problem, GemmProblem):
@@ -44,96 +58,111 @@ def select(problem: Problem, limits: Limits) -> KernelSpec:
 
 
 @lru_cache(maxsize=65536)
-def _select(problem: Problem, limits: Limits) -> KernelSpec:
+def _selected(problem: Problem, limits: Limits) -> Selected:
     _refuse_types(problem, limits)
     if isinstance(problem, StepProblem):
-        return _step(problem, limits.arch)
+        return Selected(_step(problem, limits.arch))
     _refuse(problem)
     if limits.sms < 1:
         raise UnsupportedError(given=f"a device of {shown(limits.sms)} SMs", supported="at least 1 SM")
-    candidates = _candidates(problem, limits.arch)
-    fitting = [c for c in candidates if dynamic_shared_memory_bytes(c.spec) <= limits.shared_memory_bytes]
-    if not fitting:
-        least = min(dynamic_shared_memory_bytes(candidate.spec) for candidate in candidates)
-        given = f"a device of {shown(limits.shared_memory_bytes)} bytes of shared memory per block"
-        raise UnsupportedError(given=given, supported=f"at least {least} bytes")
-    return _fastest(fitting, problem.m, limits.sms)
+    if limits.shared_memory_bytes < arch_named(limits.arch).shared_memory_bytes:
+        _refuse_memory(problem, limits)
+    return _fastest(_weighed(problem, limits.arch), problem.m, limits.sms)
+
+
+def choices(problem: GemmProblem, limits: Limits) -> Iterator[Selected]:
+    """Yield every kernel and split that selection weighs for ``problem``: each gives the right result."""
+    weighed = _weighed(problem, limits.arch)
+    for option in _looked_at(weighed, _counted_rows(problem.m), limits.sms):
+        yield Selected(option.spec, option.split_k)
 
 
 def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
     """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
 
-    Complete, because selection sees M only through the rows of tiles, which are multiples of 64, and no M above the settled one:
-    so it can change only at the M looked at here.
+    Complete, because selection sees M only through the rows of tiles, and no M above the step but as multiples of that: so it can
+    change only at the M looked at here.
     """
     _refuse_types(problem, limits_of(arch))
     _refuse(problem)
-    candidates = _candidates(problem, arch)
-    firsts = range(1, min(max_m, _SETTLED_M) + 1, 64)
-    return tuple(sorted({_fastest(candidates, m, sms) for m in firsts for sms in set(arch_sms)}))
+    weighed = _weighed(problem, arch)
+    tall = min((option.block_m for option, _fewest, most in weighed.options if most > _FEW_ROWS), default=_FEW_ROWS)
+    firsts = (
+        *range(1, _FEW_ROWS, 16),
+        *range(_FEW_ROWS + 1, _ROWS_STEP + 1, tall),
+        *range(_ROWS_STEP + 1, _MOST_ROWS, _ROWS_STEP),
+    )
+    return tuple(sorted({_fastest(weighed, m, sms).spec for m in firsts if m <= max_m for sms in set(arch_sms)}))
 
 
-# A model of one persistent block's time on an H200, in ns: waves x (k-blocks x cost of the tile's k-block + cost of a tile).
-# Fitted to bench/results/tiles.json (dense, contiguous and masked problems timed with every tile): its choice is on average 1 %
-# slower than the best tile.
-# The BF16 and row-scale tiles are estimates from the FP8 ones, not fitted yet.
-_K_BLOCK_NS: dict[tuple[str, tuple[str, ...]], dict[tuple[int, int], int]] = {
-    (FP8_GEMM, ()): {(64, 64): 170, (64, 128): 280, (128, 64): 285, (128, 128): 460, (128, 192): 570, (256, 128): 825},
-    (FP8_GEMM, (ROW_SCALES,)): {(64, 128): 330, (128, 128): 560},
-    (BF16_GEMM, ()): {(64, 128): 260, (128, 128): 400, (128, 256): 700},
-    (BF16_GEMM, (N_MAJOR,)): {(64, 128): 260, (128, 128): 400, (128, 256): 700},
-}
-_TILE_NS = 1400
+_FEW_ROWS = 64
+"""Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
-_SETTLED_M = 8192
-"""Rows above which more rows change nothing: many waves, whose last one matters little."""
+_ROWS_STEP = 8192
+_MOST_ROWS = 16 * _ROWS_STEP
+"""Above the step rows count as its next multiple, and above the most as the most: many waves, whose last one matters little."""
 
 
-class _Candidate(NamedTuple):
-    """A kernel that may serve a problem, with what its cost depends on beside M and the SM count."""
-
-    spec: KernelSpec
-    columns: int
-    """Tiles per row block; of all groups where each has its own rows."""
-    tile_ns: int
-    needs_rows: bool
-    """Too tall for the 64 rows that a smaller tile takes."""
+def _counted_rows(m: int) -> int:
+    rows = max(m, 1)
+    return rows if rows <= _ROWS_STEP else min(-(-rows // _ROWS_STEP) * _ROWS_STEP, _MOST_ROWS)
 
 
-def _family(problem: GemmProblem) -> str:
-    return next(family for family, dtypes in GEMM_DTYPES.items() if dtypes == problem.dtypes)
+@cache
+def _families(dtypes: tuple[str, str, str], variant: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(family for family, served in GEMM_DTYPES.items() if served == dtypes and (family, variant) in GEMM_TILES)
 
 
-def _candidates(problem: GemmProblem, arch: str) -> list[_Candidate]:
-    family, per_group = _family(problem), problem.layout is Layout.MASKED
+class _Weighed(NamedTuple):
+    """The options of a problem, whatever its M and SM count."""
+
+    work: Work
+    options: tuple[tuple[Option, int, int], ...]
+    """Each with the fewest and most rows for which it is looked at."""
+
+
+def _weighed(problem: GemmProblem, arch: str) -> _Weighed:
+    k_bytes = problem.k * (1 if problem.dtypes[0] == "e4m3" else 2)
+    work = Work.of(problem.n, k_bytes, problem.groups, masked=problem.layout is Layout.MASKED)
     aligned = problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
-    costs = _K_BLOCK_NS[family, problem.variant]
+    return _Weighed(work, _options(arch, problem.dtypes, problem.variant, problem.alignment if aligned else 0))
+
+
+@lru_cache(maxsize=256)
+def _options(
+    arch: str, dtypes: tuple[str, str, str], variant: tuple[str, ...], alignment: int
+) -> tuple[tuple[Option, int, int], ...]:
+    """Return the options of one kind of problem; ``alignment`` is 0 where groups do not follow each other in one matrix."""
     found = []
-    for spec in kernel_set(arch):
-        block_m, block_n, block_k = spec.block if is_gemm(spec) else (0, 0, 0)
-        if (spec.family, spec.flags) != (family, problem.variant):
-            continue
-        if aligned and problem.alignment % block_m:
-            continue  # a tile must not reach into the next group
-        columns = -(-problem.n // block_n) * (problem.groups if per_group else 1)
-        tile_ns = -(-problem.k // block_k) * costs[block_m, block_n] + _TILE_NS
-        found.append(_Candidate(spec, columns, tile_ns, block_m > 64 and not aligned))
-    return found
+    for option in options(arch, _families(dtypes, variant), variant):
+        swapped = option.spec.family == FP8_GEMM_SWAP_AB
+        if alignment:
+            # A tile must not reach into the next group. Where groups start at multiples of 64, tokens fill the rows of a product.
+            if alignment % option.block_m == 0 and swapped == (alignment % 64 != 0):
+                found.append((option, 0, _MOST_ROWS))
+        elif swapped:
+            found.append((option, 0, _FEW_ROWS))
+        else:
+            found.append((option, _FEW_ROWS + 1 if option.block_m > _FEW_ROWS else 0, _MOST_ROWS))
+    return tuple(found)
 
 
-def _fastest(candidates: list[_Candidate], m: int, sms: int) -> KernelSpec:
-    """Return the kernel whose tile the model finds fastest, the larger tile of equals."""
-    rows = min(max(m, 1), _SETTLED_M)
-    best, best_cost = None, (0, 0)
-    for spec, columns, tile_ns, needs_rows in candidates:
-        if needs_rows and rows <= 64:
-            continue
-        block_m, block_n = spec.block[0], spec.block[1]
-        cost = -(-(-(-rows // block_m) * columns) // sms) * tile_ns, -block_m * block_n
-        if best is None or cost < best_cost:
-            best, best_cost = spec, cost
-    assert best is not None, "a tile of 64 rows serves every problem"
-    return best
+def _looked_at(weighed: _Weighed, rows: int, sms: int) -> Iterator[Option]:
+    for option, fewest, most in weighed.options:
+        if fewest <= rows <= most and option.fits(sms, weighed.work.k_blocks):
+            yield option
+
+
+def _fastest(weighed: _Weighed, m: int, sms: int) -> Selected:
+    """Return the kernel and split that the model finds fastest."""
+    rows = _counted_rows(m)
+    best, best_ns = None, math.inf
+    for option in _looked_at(weighed, rows, sms):
+        cost_ns = option.cost_ns(weighed.work, rows, sms)
+        if cost_ns < best_ns:
+            best, best_ns = option, cost_ns
+    assert best is not None, "some tile serves every problem"
+    return Selected(best.spec, best.split_k)
 
 
 def _step(problem: StepProblem, arch: str) -> KernelSpec:
@@ -145,6 +174,13 @@ def _step(problem: StepProblem, arch: str) -> KernelSpec:
         given=f"{problem.family} of {' -> '.join(problem.dtypes)}",
         supported=", ".join(" -> ".join(dtypes) for dtypes in variants) or "the families " + ", ".join(STEP_KERNELS),
     )
+
+
+def _refuse_memory(problem: GemmProblem, limits: Limits) -> None:
+    needed = max(dynamic_shared_memory_bytes(option.spec) for option, _fewest, _most in _weighed(problem, limits.arch).options)
+    if needed > limits.shared_memory_bytes:
+        given = f"a device of {shown(limits.shared_memory_bytes)} bytes of shared memory per block"
+        raise UnsupportedError(given=given, supported=f"at least {needed} bytes")
 
 
 def _refuse_types(problem: object, limits: object) -> None:
@@ -194,16 +230,18 @@ def _refuse(problem: GemmProblem) -> None:
             given="a GEMM of " + " x ".join(problem.dtypes[:2]) + " -> " + problem.dtypes[2],
             supported="; ".join(f"{a} x {b} -> {d}" for a, b, d in GEMM_DTYPES.values()),
         )
-    family = _family(problem)
-    if (family, problem.variant) not in GEMM_TILES:
+    if not _families(problem.dtypes, problem.variant):
+        family = next(family for family, dtypes in GEMM_DTYPES.items() if dtypes == problem.dtypes)
         raise UnsupportedError(
             given=f"variant {','.join(problem.variant)} of {family}",
             supported="; ".join(",".join(flags) or "none" for known, flags in GEMM_TILES if known == family),
         )
-    _refuse_sizes(problem, _K_STEPS[family])
+    _refuse_sizes(
+        problem, _K_STEPS[problem.dtypes[0]], 16 if FP8_GEMM_SWAP_AB in _families(problem.dtypes, problem.variant) else 64
+    )
 
 
-def _refuse_sizes(problem: GemmProblem, k_step: int) -> None:
+def _refuse_sizes(problem: GemmProblem, k_step: int, row_step: int) -> None:
     faults: list[str] = []
     advice: list[str] = []
     sizes: dict[str, object] = {
@@ -234,12 +272,14 @@ def _refuse_sizes(problem: GemmProblem, k_step: int) -> None:
     if problem.groups < 1 or (problem.groups > MAX_GROUPS and problem.layout is not Layout.CONTIGUOUS):
         faults.append(f"{shown(problem.groups)} groups")
         advice.append(f"1 to {MAX_GROUPS} groups, or a row index, which has no limit")
-    if problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) and (problem.alignment < 64 or problem.alignment % 64):
+    if problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) and (
+        problem.alignment < row_step or problem.alignment % row_step
+    ):
         faults.append(f"alignment {shown(problem.alignment)}")
-        advice.append("align groups to 64 or 128 rows")
+        advice.append(f"align groups to {row_step} or 128 rows")
     if faults:
         raise UnsupportedError(
             given=", ".join(faults),
-            supported=f"N a multiple of 8, K a multiple of {k_step}, group alignment a multiple of 64",
+            supported=f"N a multiple of 8, K a multiple of {k_step}, group alignment a multiple of {row_step}",
             advice="; ".join(advice),
         )

@@ -34,9 +34,11 @@ from deepgemm_jit.spec.shown import shown
 from deepgemm_jit.warmup.models import COUNT_NEEDED, SCALE_BLOCK, SIZE_LIMIT, Model, Scheme, Uncovered, read_model
 
 DEFAULT_MAX_TOKENS = 16384
-# Callers may align groups as they like: what matters is which tiles divide the alignment, and these three tell all apart.
+# Callers may align groups as they like: what matters is which tiles divide the alignment, and these tell all apart. The first two
+# are for FP8 with a scale per block only.
+_NARROW = (16, 32)
 GROUPED_LAYOUTS = (
-    *((layout, alignment) for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) for alignment in (64, 128, 256)),
+    *((layout, alignment) for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) for alignment in (*_NARROW, 64, 128, 256)),
     (Layout.MASKED, 128),
 )
 _MOST_SUGGESTED = 16
@@ -135,6 +137,8 @@ def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) ->
         ("experts down", model.hidden_size, width, ((ROW_SCALES,),) if model.scheme is Scheme.ROWS else ((),)),
     ):
         for variant, (layout, alignment) in itertools.product(variants, GROUPED_LAYOUTS):
+            if alignment in _NARROW and (variant or dtypes == _BF16):
+                continue
             problem = GemmProblem(max_tokens, n, k, groups, layout, alignment, dtypes, variant)
             if layout is not Layout.MASKED:
                 # Every group may end in a tile that is all padding but for one row.

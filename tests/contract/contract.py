@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from contract.sass import MOVED_DESCRIPTORS
+
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
     ACTIVATE,
@@ -13,6 +15,7 @@ from deepgemm_jit.spec import (
     CAST_TO_FP8,
     COMBINE,
     FP8_GEMM,
+    FP8_GEMM_SWAP_AB,
     GATHER,
     N_MAJOR,
     ROUTE,
@@ -21,7 +24,7 @@ from deepgemm_jit.spec import (
     TRANSPOSE,
     KernelSpec,
 )
-from deepgemm_jit.spec.kernel_set import dynamic_shared_memory_bytes, threads
+from deepgemm_jit.spec.kernel_set import blocks_per_sm, dynamic_shared_memory_bytes, threads
 
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS = 255
@@ -45,6 +48,26 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
         "LDS.64": block_n // 8 if row_scales else 0,  # B scales of two columns each
         **_roles(consumers),
         **_output(waves * block_n),
+        **_UNIFORM,
+    }
+
+
+def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
+    # kernels_src/include/dj/kernels/fp8_gemm_swap_ab.cuh: tokens are the columns of a product, and a warp's columns of D leave in
+    # chunks of 8 rows: each in its place if K is whole, in a loop over those that have crossed the cluster if it is split.
+    block_m, _block_n, block_k = spec.block
+    chunks = block_m // 8
+    return {
+        f"QGMMA.64x{block_m}x32.F32.E4M3.E4M3": 4 * block_k // 32,
+        "UTMALDG.3D": 3,
+        "UTMACCTL.PF": 3,
+        "LDGSTS": 1,
+        "STAS.128": chunks,
+        "STSM.16.MT88.2": chunks + 1,
+        "STG.E.128": chunks + 1,
+        "STG": chunks + 1,
+        **_roles(0),
+        **_UNIFORM,
     }
 
 
@@ -59,7 +82,12 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
         "LDGSTS": 0,
         **_roles(threads(spec) // 128 - 1),
         **_output(block_n),
+        **_UNIFORM,
     }
+
+
+# Descriptors are made in uniform registers: moving them there costs each product more than it takes.
+_UNIFORM = {MOVED_DESCRIPTORS: 0}
 
 
 def _roles(consumers: int) -> dict[str, int]:
@@ -113,6 +141,7 @@ def _combine(spec: KernelSpec) -> dict[str, int]:
 
 EXPECTED: dict[str, Callable[[KernelSpec], dict[str, int]]] = {
     FP8_GEMM: _fp8_gemm,
+    FP8_GEMM_SWAP_AB: _fp8_gemm_swap_ab,
     BF16_GEMM: _bf16_gemm,
     TRANSPOSE: _transpose,
     ROUTE: _route,
@@ -152,7 +181,7 @@ def faults(spec: KernelSpec, compiled: Compiled, instructions: Counter[str]) -> 
         for name in ("local_memory_bytes", "spill_store_bytes", "spill_load_bytes")
         if getattr(facts, name)
     ]
-    bound = min(MAX_REGISTERS, REGISTERS_PER_SM // threads(spec) // 8 * 8)
+    bound = min(MAX_REGISTERS, REGISTERS_PER_SM // blocks_per_sm(spec) // threads(spec) // 8 * 8)
     if facts.registers > bound:
         found.append(f"{facts.registers} registers, at most {bound} with {threads(spec)} threads")
     shared = facts.shared_memory_bytes + dynamic_shared_memory_bytes(spec)

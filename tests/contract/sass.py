@@ -11,6 +11,9 @@ from pathlib import Path
 
 PACKAGE = "nvidia-cuda-nvdisasm"
 
+MOVED_DESCRIPTORS = "R2UR among products"
+"""Moves to uniform registers between the first and the last product of a listing."""
+
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
 
@@ -25,12 +28,16 @@ def try_nvdisasm() -> Path | None:
 
 
 def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
-    """Return how often each instruction, with its modifiers, stands in a cubin."""
+    """Return how often each instruction, with its modifiers, stands in a cubin; and ``MOVED_DESCRIPTORS``, if it has products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
         listing = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True, timeout=120).stdout
-    found = Counter(_INSTRUCTION.findall(listing))
-    if "EXIT" not in found:
+    listed = _INSTRUCTION.findall(listing)
+    if "EXIT" not in listed:
         raise ValueError(f"nvdisasm listed no kernel:\n{listing[:500]}")
+    found = Counter(listed)
+    products = [place for place, name in enumerate(listed) if name.partition(".")[0].endswith("GMMA")]
+    if products:
+        found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
     return found

@@ -14,7 +14,7 @@ import torch
 from ops.reference import GroupedRows, Output, assert_close, group_rows, used_rows
 
 from deepgemm_jit import ops
-from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, GemmProblem, KernelSpec, Layout, kernel_set, limits_of, select
+from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, GemmProblem, KernelSpec, Layout, Selected, kernel_set, limits_of, select
 
 pytestmark = pytest.mark.gpu
 
@@ -204,11 +204,11 @@ def test_every_kernel_is_right_in_every_layout(
 ) -> None:
     asked = []
 
-    def forced(problem: GemmProblem, _limits: object) -> KernelSpec:
+    def forced(problem: GemmProblem, _limits: object) -> Selected:
         asked.append((problem.layout, problem.dtypes, problem.variant))
-        return spec
+        return Selected(spec)
 
-    monkeypatch.setattr("deepgemm_jit.ops.launching.select", forced)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", forced)
     block_m, n_major = spec.block[0], N_MAJOR in spec.flags
     k, sizes = 1160, (130, 0, 1, 257, 64)  # more k-blocks than stages
     if layout is Layout.DENSE:
@@ -223,7 +223,7 @@ def test_every_kernel_is_right_in_every_layout(
 
 @pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
 def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepgemm_jit.ops.launching.select", lambda _problem, _limits: spec)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: Selected(spec))
     check_dense(3300, 2056, 264, N_MAJOR in spec.flags)
 
 

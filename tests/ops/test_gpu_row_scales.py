@@ -27,7 +27,7 @@ from ops.reference import (
 )
 
 from deepgemm_jit.ops.launching import call_on, kernel_for, run_gemm
-from deepgemm_jit.spec import FP8_GEMM, ROW_SCALES, GemmProblem, KernelSpec, Layout, kernel_set
+from deepgemm_jit.spec import FP8_GEMM, ROW_SCALES, GemmProblem, KernelSpec, Layout, Selected, kernel_set
 
 pytestmark = pytest.mark.gpu
 
@@ -148,11 +148,11 @@ def test_every_kernel_is_right_in_every_layout(
 ) -> None:
     asked = []
 
-    def forced(problem: GemmProblem, _limits: object) -> KernelSpec:
+    def forced(problem: GemmProblem, _limits: object) -> Selected:
         asked.append(problem.layout)
-        return spec
+        return Selected(spec)
 
-    monkeypatch.setattr("deepgemm_jit.ops.launching.select", forced)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", forced)
     block_m, k, sizes = spec.block[0], 1296, (130, 0, 1, 257, 64)  # more k-blocks than stages
     if layout is Layout.DENSE:
         check_dense(300, columns, k)
@@ -165,7 +165,7 @@ def test_every_kernel_is_right_in_every_layout(
 
 @pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
 def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepgemm_jit.ops.launching.select", lambda _problem, _limits: spec)
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: Selected(spec))
     check_dense(2500, 2056, 272)
 
 

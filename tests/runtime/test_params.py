@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nvrtc
 
 ARCH = "sm_90a"
 STRUCTS = {
-    "dj::GemmArguments": ("dj/kernels/fp8_gemm_1d2d.cuh", launch._FP8_GEMM),
+    "dj::Fp8GemmArguments": ("dj/kernels/fp8_arguments.cuh", launch._FP8_GEMM),
     "dj::Bf16GemmArguments": ("dj/kernels/bf16_gemm.cuh", launch._BF16_GEMM),
     "dj::CastArguments": ("dj/kernels/per_token_cast_to_fp8.cuh", steps._CAST),
     "dj::ScaleLayoutArguments": ("dj/kernels/scale_layout.cuh", steps._SCALE_LAYOUT),

@@ -120,12 +120,12 @@ def test_tensor_parallelism_splits_the_width_and_expert_parallelism_the_experts(
 def test_rows_count_every_choice_of_every_token_and_the_padding_of_every_group(models: Path) -> None:
     problems = plan_for("sm_90a", models / "qwen3-30b-a3b-fp8", max_tokens=10).problems
     rows = {(problem.largest.layout, problem.largest.alignment): problem.largest.m for problem in problems}
-    padded = {alignment: 10 * 8 + 128 * alignment for alignment in (64, 128, 256)}
+    padded = {alignment: 10 * 8 + 128 * alignment for alignment in (16, 32, 64, 128, 256)}
     by_layout = {(layout, alignment): m for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS) for alignment, m in padded.items()}
     assert rows == by_layout | {(Layout.MASKED, 128): 10}
 
 
-@pytest.mark.parametrize("alignment", [64, 128, 192, 256, 384, 512])
+@pytest.mark.parametrize("alignment", [16, 32, 48, 64, 96, 128, 192, 256, 384, 512])
 def test_whatever_callers_align_groups_to_is_planned(models: Path, alignment: int) -> None:
     plan = plan_for("sm_90a", models / "deepseek-v3", ep=8)
     for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
@@ -157,7 +157,7 @@ def test_a_known_sm_count_narrows_the_plan_to_what_that_device_selects(models: P
         reached = {select(replace(problem.largest, m=m), limits_of("sm_90a", sms)) for m in range(1, 4097)}
         assert reached <= set(problem.kernels)
         assert set(problem.kernels) <= {
-            select(replace(problem.largest, m=m), limits_of("sm_90a", sms)) for m in range(1, problem.largest.m + 1, 64)
+            select(replace(problem.largest, m=m), limits_of("sm_90a", sms)) for m in range(1, problem.largest.m + 1, 16)
         }
 
 

@@ -4,6 +4,7 @@
 #include "dj/epilogue/store_rows.cuh"
 #include "dj/kernels/roles.cuh"
 #include "dj/mma/wgmma.cuh"
+#include "dj/ptx/dependent_launch.cuh"
 #include "dj/ptx/registers.cuh"
 
 namespace dj {
@@ -50,13 +51,14 @@ struct Bf16Gemm {
             prefetch_map(map_a);
             prefetch_map(map_b);
         }
+        wait_for_kernels_before();
         if (warp == 1 && arguments.shape.counts_rows()) groups.count(arguments.shape, kBlockM);
         __syncthreads();
 
-        Scheduler scheduler(arguments.shape, groups);
+        Scheduler scheduler(arguments.shape, groups, blockIdx.x, gridDim.x);
         if (warpgroup == kConsumers) {
             if constexpr (kConsumers == 2) lower_registers_to<kProducerRegisters>();
-            if (warp == kConsumerWarps && elect_one()) produce(map_a, map_b, arguments, scheduler, base);
+            if (warp == kConsumerWarps) produce(map_a, map_b, arguments, scheduler, base);
         } else {
             if constexpr (kConsumers == 2) raise_registers_to<kConsumerRegisters>();
             consume(arguments, scheduler, shared, base, warpgroup, warp);
@@ -69,23 +71,28 @@ struct Bf16Gemm {
 
     __device__ static void produce(const TensorMap& map_a, const TensorMap& map_b, const Bf16GemmArguments& arguments,
                                    Scheduler& scheduler, uint32_t base) {
+        const bool issues = elect_one();
         Ring ring;
         Tile tile;
         while (scheduler.next(tile)) {
+            if (scheduler.is_idle(tile)) continue;
 #pragma unroll 1
             for (uint32_t block = 0; block < arguments.k_blocks; ++block, ring.advance()) {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
                 const uint32_t b = base + kOffsetB + ring.stage * kBytesB;
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
-                barrier_arrive_expect(full, kBytesA + kBytesB);
-                if constexpr (kNMajorB) {
+                if (issues) {
+                    barrier_arrive_expect(full, kBytesA + kBytesB);
+                    if constexpr (kNMajorB) {
 #pragma unroll
-                    for (uint32_t column = 0; column < kBlockN; column += 64)
-                        load_box(map_b, full, b + column / 64 * kBoxBytes, tile.column + column, block * kBlockK, tile.group);
-                } else {
-                    load_box(map_b, full, b, block * kBlockK, tile.column, tile.group);
+                        for (uint32_t column = 0; column < kBlockN; column += 64)
+                            load_box(map_b, full, b + column / 64 * kBoxBytes, tile.column + column, block * kBlockK, tile.group);
+                    } else {
+                        load_box(map_b, full, b, block * kBlockK, tile.column, tile.group);
+                    }
+                    load_box(map_a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
                 }
-                load_box(map_a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
+                __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
             }
         }
     }
@@ -113,10 +120,11 @@ struct Bf16Gemm {
         Ring ring;
         Tile tile;
         while (scheduler.next(tile)) {
+            if (scheduler.is_idle(tile)) continue;
             float totals[kBlockN / 2];
 
             // --- main loop: one product in flight while the stage before it is given back
-            Ring done = ring;
+            uint32_t done = base + kOffsetEmpty + ring.stage * 8;  // barrier of the stage whose product is under way
             barrier_wait(base + kOffsetFull + ring.stage * 8, ring.phase);
             issue(base, ring.stage, warpgroup, totals, false);
             ring.advance();
@@ -124,13 +132,13 @@ struct Bf16Gemm {
             for (uint32_t block = 1; block < arguments.k_blocks; ++block) {
                 barrier_wait(base + kOffsetFull + ring.stage * 8, ring.phase);
                 issue(base, ring.stage, warpgroup, totals, true);
-                ring.advance();
                 products_wait<1>();
-                if (lane_id() == 0) barrier_arrive(base + kOffsetEmpty + done.stage * 8);
-                done.advance();
+                barrier_arrive_if(lane_id() == 0, done);
+                done = base + kOffsetEmpty + ring.stage * 8;
+                ring.advance();
             }
             products_wait<0>();
-            if (lane_id() == 0) barrier_arrive(base + kOffsetEmpty + done.stage * 8);
+            barrier_arrive_if(lane_id() == 0, done);
             hold(totals);
 
             // --- epilogue

@@ -5,24 +5,20 @@
 // warpgroups multiply. The tensor core sums FP8 products with fewer bits than float32, so the sum of each k-block (128 columns)
 // is scaled and added to float32 totals on the CUDA cores, while the tensor core works on the next k-block (of this warpgroup
 // where registers allow two sums, of the other warpgroup in any case).
+//
+// In a cluster of two, the blocks take neighbouring tiles of the same rows: each loads half of the A tile and multicasts it to both,
+// which saves L2 reads.
 #pragma once
-#include "dj/epilogue/store_rows.cuh"
+#include "dj/kernels/fp8_arguments.cuh"
 #include "dj/kernels/roles.cuh"
 #include "dj/mma/wgmma.cuh"
+#include "dj/ptx/cluster.cuh"
+#include "dj/ptx/dependent_launch.cuh"
 #include "dj/ptx/registers.cuh"
 
 namespace dj {
 
-struct GemmArguments {
-    const float* b_scales;  // (groups, ceil(N / 128), ceil(K / 128)); row scales come through a tensor map instead
-    int64_t b_scales_group_stride;
-    int64_t b_scales_row_stride;
-    Output d;
-    Shape shape;
-    uint32_t k_blocks;
-};
-
-template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, bool kRowScales, class Product>
+template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, uint32_t kCluster, bool kRowScales, class Product>
 struct Fp8Gemm1d2d {
     static constexpr uint32_t kBlockK = kScaleBlock;
     static constexpr uint32_t kConsumers = kBlockM >= 128 ? 2 : 1;   // warpgroups
@@ -56,6 +52,7 @@ struct Fp8Gemm1d2d {
     static constexpr uint32_t kOffsetGroups = kOffsetFull + kBarrierBytes;
     static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
     static_assert(kStages * (16 + 4 * kScalesB) <= kBarrierBytes, "barriers and B scales have 256 bytes");
+    static_assert(kCluster == 1 || (kCluster == 2 && kBlockM >= 128), "a warpgroup of products, or one half of them each");
     static_assert(kBlockN % 16 == 0 && (kScalesB < 2 || kBlockN == 192), "chunks of 64 columns start at multiples of 64");
 
     using Ring = StageRing<kStages>;
@@ -67,7 +64,7 @@ struct Fp8Gemm1d2d {
         const TensorMap* b_scales;  // row scales only
     };
 
-    __device__ static void run(const Maps& maps, const GemmArguments& arguments) {
+    __device__ static void run(const Maps& maps, const Fp8GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
         uint8_t* shared = align_to_swizzle(shared_raw);
         GroupTable& groups = *reinterpret_cast<GroupTable*>(shared + kOffsetGroups);
@@ -77,20 +74,23 @@ struct Fp8Gemm1d2d {
 
         // --- barriers and group starts
         // A stage is full with the copy engine's bytes and, unless it brings them too, the B scales.
-        if (threadIdx.x == 0) init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, kRowScales ? 1 : 2, kConsumerWarps);
+        if (threadIdx.x == 0)
+            init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, kRowScales ? 1 : 2, kCluster * kConsumerWarps);
         if (warp == kConsumerWarps && elect_one()) {
             prefetch_map(maps.a);
             prefetch_map(maps.b);
             prefetch_map(maps.a_scales);
             if constexpr (kRowScales) prefetch_map(*maps.b_scales);
         }
+        wait_for_kernels_before();
         if (warp == 1 && arguments.shape.counts_rows()) groups.count(arguments.shape, kBlockM);
         __syncthreads();
+        if constexpr (kCluster > 1) cluster_sync();  // no copy for a block whose barriers are not ready
 
-        Scheduler scheduler(arguments.shape, groups);
+        Scheduler scheduler(arguments.shape, groups, blockIdx.x / kCluster, gridDim.x / kCluster);
         if (warpgroup == kConsumers) {
             if constexpr (kConsumers == 2) lower_registers_to<kProducerRegisters>();
-            if (warp == kConsumerWarps && elect_one()) produce(maps, arguments, scheduler, base);
+            if (warp == kConsumerWarps) produce(maps, arguments, scheduler, base);
         } else {
             if constexpr (kConsumers == 2) raise_registers_to<kConsumerRegisters>();
             consume(arguments, scheduler, shared, base, warpgroup, warp);
@@ -98,14 +98,25 @@ struct Fp8Gemm1d2d {
     }
 
    private:
-    using Scheduler = TileScheduler<kBlockM, kBlockN>;
+    // A tile of the scheduler holds those of all blocks of a cluster, side by side; the last of them may lie outside D.
+    using Scheduler = TileScheduler<kBlockM, kBlockN * kCluster>;
 
-    __device__ static void produce(const Maps& maps, const GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
+    __device__ static bool next_tile(Scheduler& scheduler, Tile& tile) {
+        if (!scheduler.next(tile)) return false;
+        if constexpr (kCluster > 1) tile.column += cluster_rank() * kBlockN;
+        return true;
+    }
+
+    __device__ static void produce(const Maps& maps, const Fp8GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
         const uint32_t last_scale_row = ceil_div(arguments.shape.n, kScaleBlock) - 1;
+        const bool issues = elect_one();
+        const uint32_t share =
+            kCluster > 1 ? cluster_rank() * (kBlockM / kCluster) : 0;  // of the rows of A, that this block loads
         Ring ring;
         Tile tile;
-        while (scheduler.next(tile)) {
-            const uint32_t scale_row = tile.column / kScaleBlock;
+        while (next_tile(scheduler, tile)) {
+            if (scheduler.is_idle(tile)) continue;
+            const uint32_t scale_row = min_of(tile.column / kScaleBlock, last_scale_row);
             const float* b_scales =
                 arguments.b_scales + tile.group * arguments.b_scales_group_stride + scale_row * arguments.b_scales_row_stride;
             // A tile at the last columns meets one scale only; the second one is then any valid number.
@@ -115,19 +126,32 @@ struct Fp8Gemm1d2d {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
                 const uint32_t scale_b = base + kOffsetScaleB + ring.stage * (4 * kScalesB);
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
-                barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales + kBytesRowScales);
-                load_box(maps.b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group);
-                load_box(maps.a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
-                load_box(maps.a_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, block, tile.a_group);
-                if constexpr (kRowScales) {
-                    load_box(*maps.b_scales, full, base + kOffsetRowScales + ring.stage * kBytesRowScales, tile.column, block,
-                             tile.group);
-                } else {
-                    load_float(scale_b, b_scales + block);
-                    if constexpr (kScalesB == 2) load_float(scale_b + 4, b_scales + second + block);
-                    arrive_when_loaded(full);
+                if (issues) {
+                    barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales + kBytesRowScales);
+                    load_box(maps.b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group);
+                    if constexpr (kCluster == 1) {
+                        load_box(maps.a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
+                    } else {
+                        load_box_multicast(maps.a, full, base + ring.stage * kBytesA + share * kBlockK, block * kBlockK,
+                                           tile.row + share, tile.a_group, (1 << kCluster) - 1);
+                    }
+                    load_box(maps.a_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, block,
+                             tile.a_group);
+                    if constexpr (kRowScales) {
+                        load_box(*maps.b_scales, full, base + kOffsetRowScales + ring.stage * kBytesRowScales, tile.column, block,
+                                 tile.group);
+                    } else {
+                        load_float(scale_b, b_scales + block);
+                        if constexpr (kScalesB == 2) load_float(scale_b + 4, b_scales + second + block);
+                        arrive_when_loaded(full);
+                    }
                 }
+                __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
             }
+        }
+        if constexpr (kCluster > 1) {  // no block leaves while consumers of another may still reach its barriers
+            for (uint32_t i = 0; i < kStages; ++i, ring.advance())
+                barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
         }
     }
 
@@ -138,6 +162,7 @@ struct Fp8Gemm1d2d {
         uint32_t first_product;  // of the tile's products of 64 rows
         uint32_t scale_row;      // of this thread's upper row in the first of them
         uint32_t scale_change;   // first column of the tile that takes the second B scale
+        uint32_t empty;          // barriers of the first stage, of the block of the cluster that this lane tells
     };
 
     // Scales of the thread's upper and lower row, for each chunk of columns.
@@ -200,17 +225,28 @@ struct Fp8Gemm1d2d {
     }
 
     __device__ static void release(const Consumer& self, const Ring& ring) {
-        if (lane_id() == 0) barrier_arrive(self.base + kOffsetEmpty + ring.stage * 8);
+        if constexpr (kCluster == 1) {
+            barrier_arrive_if(lane_id() == 0, self.empty + ring.stage * 8);
+        } else {
+            barrier_arrive_in_cluster_if(lane_id() < kCluster, self.empty + ring.stage * 8);
+        }
     }
 
-    // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes.
+    // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes. Whether the next stage is full is asked
+    // before the promotion and needed after it.
     __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks,
                                             float (&totals)[kWaves][kBlockN / 2]) {
         float sums[kBlockN / 2];
         RowScales scales;
+        bool is_full = false;
+        const auto advance = [&] {
+            release(self, ring);
+            ring.advance();
+            is_full = barrier_is_done(self.base + kOffsetFull + ring.stage * 8, ring.phase);
+        };
 #pragma unroll 1
-        for (uint32_t block = 0; block < k_blocks; ++block, ring.advance()) {
-            wait_full(self, ring);
+        for (uint32_t block = 0; block < k_blocks; ++block) {
+            if (!is_full) wait_full(self, ring);
 #pragma unroll
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
                 issue(self, ring, wave, sums, scales);
@@ -219,10 +255,10 @@ struct Fp8Gemm1d2d {
                     promote(totals[wave], sums, scales,
                             reinterpret_cast<const float2*>(self.shared + kOffsetRowScales + ring.stage * kBytesRowScales) +
                                 lane_id() % 4);
-                    __syncwarp();  // all lanes have read the B scales
-                    if (wave == kWaves - 1) release(self, ring);
+                    fence_reads_before_copies();  // all lanes have read the B scales
+                    if (wave == kWaves - 1) advance();
                 } else {
-                    if (wave == kWaves - 1) release(self, ring);
+                    if (wave == kWaves - 1) advance();
                     promote(totals[wave], sums, scales);
                 }
             }
@@ -268,21 +304,24 @@ struct Fp8Gemm1d2d {
         }
     }
 
-    __device__ static void consume(const GemmArguments& arguments, Scheduler& scheduler, uint8_t* shared, uint32_t base,
+    __device__ static void consume(const Fp8GemmArguments& arguments, Scheduler& scheduler, uint8_t* shared, uint32_t base,
                                    uint32_t warpgroup, uint32_t warp) {
         const uint32_t warp_row = warpgroup * (64 * kWaves) + warp % 4 * 16;  // of the tile, first wave
         uint8_t* strip = shared + kOffsetStrips + warp * kBytesStrip;
+        uint32_t empty = base + kOffsetEmpty;
+        if constexpr (kCluster > 1) empty = address_in(lane_id() % kCluster, empty);
         Ring ring;
         Tile tile;
-        while (scheduler.next(tile)) {
+        while (next_tile(scheduler, tile)) {
+            if (scheduler.is_idle(tile)) continue;
             float totals[kWaves][kBlockN / 2];
 #pragma unroll
             for (uint32_t wave = 0; wave < kWaves; ++wave)
 #pragma unroll
                 for (uint32_t i = 0; i < kBlockN / 2; ++i) totals[wave][i] = 0.0f;
 
-            const Consumer self{shared, base, warpgroup * kWaves, warp_row + lane_id() / 4,
-                                kScaleBlock - tile.column % kScaleBlock};
+            const Consumer self{
+                shared, base, warpgroup * kWaves, warp_row + lane_id() / 4, kScaleBlock - tile.column % kScaleBlock, empty};
             if constexpr (kOverlaps) {
                 multiply_overlapped(self, ring, arguments.k_blocks, totals[0]);
             } else {
@@ -292,7 +331,7 @@ struct Fp8Gemm1d2d {
 #pragma unroll
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
                 const uint32_t row = tile.row + warp_row + wave * 64;
-                if (row >= tile.row_end) continue;
+                if (row >= tile.row_end || (kCluster > 1 && tile.column >= arguments.shape.n)) continue;
                 uint16_t* rows =
                     arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
                 store_rows<kBlockN>(totals[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,

@@ -18,7 +18,18 @@ __device__ inline uint8_t* align_to_swizzle(uint8_t* shared) {
     return shared + (kSwizzleRepeat - shared_address(shared) % kSwizzleRepeat) % kSwizzleRepeat;
 }
 
-// Barriers of all stages, by thread 0.
+// A meeting of the block at which some warps need not stay: they arrive, the others wait for all. PTX ISA: "barrier.cta".
+template <uint32_t kThreads>
+__device__ inline void block_arrive() {
+    asm volatile("barrier.cta.arrive 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+template <uint32_t kThreads>
+__device__ inline void block_wait() {
+    asm volatile("barrier.cta.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// Barriers of all stages, by one thread.
 template <uint32_t kStages>
 __device__ inline void init_stages(uint32_t full, uint32_t empty, uint32_t full_arrivals, uint32_t empty_arrivals) {
     for (uint32_t stage = 0; stage < kStages; ++stage) {

@@ -19,9 +19,24 @@ __device__ inline void fence_barrier_init() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// mbarrier.arrive. The default scope is the block: wider ones cost a fence of the whole GPU per k-block.
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+// fence.proxy.async, for the whole warp: what it read from shared memory is there before a copy that it lets go may overwrite it. The
+// arrival alone can overtake a load whose value nobody has needed yet.
+__device__ inline void fence_reads_before_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+}
+
+// mbarrier.arrive by the lanes for which `arrives` holds. The default scope is the block: wider ones cost a fence of the whole GPU per
+// k-block. A predicate and no branch: after a branch the compiler no longer takes the warp for converged.
+__device__ inline void barrier_arrive_if(bool arrives, uint32_t barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrives;\n"
+        "setp.ne.u32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(barrier),
+        "r"(static_cast<uint32_t>(arrives))
+        : "memory");
 }
 
 // mbarrier.arrive.expect_tx: one arrival, and the phase also waits for `bytes` of bulk copies.
@@ -42,6 +57,21 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// mbarrier.test_wait.parity: whether the phase of the given parity has completed.
+__device__ inline bool barrier_is_done(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
 }
 
 // Position in a ring of stages: the parity of a stage's barriers alternates each round.

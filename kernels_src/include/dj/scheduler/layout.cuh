@@ -83,25 +83,35 @@ struct Tile {
     uint32_t column;
 };
 
-// Blocks walk the tiles with the stride of the grid. Tiles go down a band of rows first and then to the next column, so that the
+// Whole warps ask for tiles, and what is read from memory is broadcast: the compiler then sees that a warp stays together and keeps
+// stages, addresses and descriptors in uniform registers (else each product waits for eight moves to them). For the same reason an
+// idle tile is handed out, to be skipped, and not passed over in a loop.
+//
+// Blocks, or clusters of them, walk the tiles with the stride of the grid. Tiles go down a band of rows first and then to the next column, so that the
 // blocks at work together share both operands in L2.
 template <uint32_t kBlockM, uint32_t kBlockN>
 class TileScheduler {
    public:
-    // `groups` is counted where the layout counts.
-    __device__ TileScheduler(const Shape& shape, const GroupTable& groups)
-        : shape_(shape), groups_(groups), columns_(ceil_div(shape.n, kBlockN)), next_(blockIdx.x) {
-        row_blocks_ = shape.counts_rows() ? groups.blocks_before[shape.groups] : ceil_div(shape.m, kBlockM);
+    // Takes tiles `first`, `first + stride`, ... `groups` is counted where the layout counts.
+    __device__ TileScheduler(const Shape& shape, const GroupTable& groups, uint32_t first, uint32_t stride)
+        : shape_(shape), groups_(groups), columns_(ceil_div(shape.n, kBlockN)), next_(first), stride_(stride) {
+        row_blocks_ = shape.counts_rows() ? warp_uniform(groups.blocks_before[shape.groups]) : ceil_div(shape.m, kBlockM);
     }
 
     __device__ bool next(Tile& tile) {
-        while (next_ < row_blocks_ * columns_) {
-            const uint32_t index = next_;
-            next_ += gridDim.x;
-            if (shape_.counts_rows() ? counted(index, tile) : listed(index, tile)) return true;
+        if (next_ >= row_blocks_ * columns_) return false;
+        const uint32_t index = next_;
+        next_ += stride_;
+        if (shape_.counts_rows()) {
+            place_counted(index, tile);
+        } else {
+            place_listed(index, tile);
         }
-        return false;
+        return true;
     }
+
+    // Whether a tile's rows belong to no group: there is nothing to do for it.
+    __device__ bool is_idle(const Tile& tile) const { return tile.group >= shape_.groups; }  // -1 is the largest unsigned number
 
    private:
     static constexpr uint32_t kBand = 16;
@@ -115,7 +125,7 @@ class TileScheduler {
         row_block = band * kBand + within - column_block * height;
     }
 
-    __device__ bool listed(uint32_t index, Tile& tile) const {
+    __device__ void place_listed(uint32_t index, Tile& tile) const {
         uint32_t row_block, column_block;
         place(index, row_blocks_, row_block, column_block);
         tile.row = row_block * kBlockM;
@@ -123,21 +133,20 @@ class TileScheduler {
         tile.column = column_block * kBlockN;
         tile.a_group = 0;
         tile.group = 0;
-        if (shape_.layout == kContiguous) tile.group = static_cast<uint32_t>(__ldg(shape_.group_data + tile.row));
-        return tile.group < shape_.groups;  // -1 is the largest unsigned number
+        if (shape_.layout == kContiguous) tile.group = warp_uniform(static_cast<uint32_t>(__ldg(shape_.group_data + tile.row)));
     }
 
-    __device__ bool counted(uint32_t index, Tile& tile) {
-        while (index >= groups_.blocks_before[group_ + 1] * columns_) ++group_;
-        const uint32_t before = groups_.blocks_before[group_];
+    __device__ void place_counted(uint32_t index, Tile& tile) {
+        uint32_t after = warp_uniform(groups_.blocks_before[group_ + 1]);  // row blocks up to the end of the group
+        while (index >= after * columns_) after = warp_uniform(groups_.blocks_before[++group_ + 1]);
+        const uint32_t before = warp_uniform(groups_.blocks_before[group_]);
         uint32_t row_block, column_block;
-        place(index - before * columns_, groups_.blocks_before[group_ + 1] - before, row_block, column_block);
-        tile.row = groups_.begin(shape_, group_) + row_block * kBlockM;
-        tile.row_end = groups_.ends[group_];
+        place(index - before * columns_, after - before, row_block, column_block);
+        tile.row = warp_uniform(groups_.begin(shape_, group_)) + row_block * kBlockM;
+        tile.row_end = warp_uniform(groups_.ends[group_]);
         tile.column = column_block * kBlockN;
         tile.group = group_;
         tile.a_group = shape_.layout == kMasked ? group_ : 0;
-        return true;
     }
 
     const Shape& shape_;  // stays in constant memory
@@ -145,6 +154,7 @@ class TileScheduler {
     uint32_t columns_;
     uint32_t row_blocks_;
     uint32_t next_;
+    uint32_t stride_;
     uint32_t group_ = 0;
 };
 

@@ -1,0 +1,111 @@
+"""What a GEMM costs with each tile: a model of an H200 whose constants are fitted to ``bench/results/tiles.json``.
+
+Three times overlap, and count as the root of the sum of their squares: what the persistent blocks compute (waves of tiles), what
+they read through the L2 cache, and what is read from memory. Fitted to 149 dense, contiguous and masked problems, each timed with
+every tile and split; ``bench/tiles.py judge`` tells how far its choices are from the best ones.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec
+from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, blocks_per_sm, kernel_set
+
+# Of the tile (block_m, block_n, cluster): ns per k-block, and ns per tile beside its k-blocks.
+# The BF16 and row-scale tiles are estimates from the FP8 ones, not fitted yet.
+_COSTS: dict[tuple[str, tuple[str, ...]], dict[tuple[int, int, int], tuple[int, int]]] = {
+    (FP8_GEMM, ()): {
+        (64, 16, 1): (97, 308),
+        (64, 32, 1): (105, 251),
+        (64, 64, 1): (119, 470),
+        (64, 128, 1): (168, 477),
+        (128, 64, 1): (194, 491),
+        (128, 128, 1): (299, 773),
+        (128, 128, 2): (323, 803),
+        (128, 192, 1): (483, 1061),
+        (256, 128, 2): (671, 1543),
+    },
+    (FP8_GEMM_SWAP_AB, ()): {(16, 64, 1): (83, 667), (32, 64, 1): (110, 810)},
+    (FP8_GEMM, (ROW_SCALES,)): {(64, 128, 1): (220, 480), (128, 128, 1): (420, 770)},
+    (BF16_GEMM, ()): {(64, 128, 1): (168, 480), (128, 128, 1): (290, 770), (128, 256, 1): (560, 1400)},
+    (BF16_GEMM, (N_MAJOR,)): {(64, 128, 1): (168, 480), (128, 128, 1): (290, 770), (128, 256, 1): (560, 1400)},
+}
+
+_SPLITS = {FP8_GEMM_SWAP_AB: (1, 2, 4)}
+"""Blocks of a cluster that may share the k-blocks of a tile; of other families none do."""
+
+_SPLIT_NS = 1110
+"""Partial sums that cross a cluster."""
+
+_SHARED_SM = 0.85
+"""Time of two blocks that share an SM over that of one after the other."""
+
+_L2_BYTES_PER_NS = 19800
+_MEMORY_BYTES_PER_NS = 4260
+
+_LEAST_K_BLOCKS = 4
+"""Of one part of a split K: fewer are not worth the exchange."""
+
+
+class Option(NamedTuple):
+    """A kernel and a split of K, with what the model knows of them."""
+
+    spec: KernelSpec
+    split_k: int
+    block_m: int
+    columns: int
+    """Of D that a cluster computes at a time."""
+    blocks: int
+    """Of a cluster."""
+    per_sm: int
+    """Blocks that share an SM."""
+    k_block_ns: int
+    tile_ns: int
+
+    def fits(self, sms: int, k_blocks: int) -> bool:
+        """Return whether a cluster fits the SMs, and each of its parts of K is worth its while."""
+        return sms * self.per_sm >= self.blocks and (self.split_k == 1 or k_blocks >= self.split_k * _LEAST_K_BLOCKS)
+
+    def cost_ns(self, work: Work, rows: int, sms: int) -> float:
+        """Return the time of a problem with ``rows`` rows, of each group if the layout is masked."""
+        tiles = -(-rows // self.block_m) * -(-work.n // self.columns) * work.stacked
+        waves = float(-(-tiles // (sms * self.per_sm // self.blocks)))
+        if self.per_sm == 2:  # two at a time, unless one per SM is all there is
+            waves = 1.0 if tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
+        computed = waves * (-(-work.k_blocks // self.split_k) * self.k_block_ns + self.tile_ns)
+        cached = tiles * work.k_blocks * (self.block_m + self.columns) * (BLOCK_K_BYTES / _L2_BYTES_PER_NS)
+        total = math.sqrt(computed * computed + cached * cached + work.memory_ns * work.memory_ns)
+        return total + _SPLIT_NS if self.split_k > 1 else total
+
+
+class Work(NamedTuple):
+    """What the cost of a problem depends on beside its rows."""
+
+    n: int
+    k_blocks: int
+    stacked: int
+    """Groups that each have the rows, 1 unless masked."""
+    memory_ns: float
+    """To read B once."""
+
+    @classmethod
+    def of(cls, n: int, k_bytes: int, groups: int, *, masked: bool) -> Work:
+        """Return the work of ``groups`` matrices B of ``n`` rows of ``k_bytes`` bytes."""
+        return cls(n, -(-k_bytes // BLOCK_K_BYTES), groups if masked else 1, n * k_bytes * groups / _MEMORY_BYTES_PER_NS)
+
+
+@cache
+def options(arch: str, families: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Option, ...]:
+    """Return every kernel of some families with these flags, and every split of K, for a model of their costs."""
+    found = []
+    for spec in kernel_set(arch):
+        if spec.family in families and spec.flags == flags:
+            block_m, block_n, _block_k = spec.block
+            costs = _COSTS[spec.family, spec.flags][block_m, block_n, spec.cluster]
+            for split_k in _SPLITS.get(spec.family, (1,)):
+                columns, blocks = block_n * spec.cluster, spec.cluster * split_k
+                found.append(Option(spec, split_k, block_m, columns, blocks, blocks_per_sm(spec), *costs))
+    return tuple(found)

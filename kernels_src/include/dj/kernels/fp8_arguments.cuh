@@ -1,0 +1,17 @@
+// What the FP8 GEMMs are told beside their tensor maps.
+#pragma once
+#include "dj/epilogue/store_rows.cuh"
+#include "dj/scheduler/layout.cuh"
+
+namespace dj {
+
+struct Fp8GemmArguments {
+    const float* b_scales;  // (groups, ceil(N / 128), ceil(K / 128)); row scales come through a tensor map instead
+    int64_t b_scales_group_stride;
+    int64_t b_scales_row_stride;
+    Output d;
+    Shape shape;
+    uint32_t k_blocks;
+};
+
+}  // namespace dj

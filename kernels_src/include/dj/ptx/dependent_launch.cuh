@@ -1,0 +1,13 @@
+// Programmatic dependent launch. PTX ISA: "Parallel Synchronization and Communication Instructions: griddepcontrol".
+#pragma once
+#include "dj/types.cuh"
+
+namespace dj {
+
+// Waits until the kernels before this one in the stream are complete and their writes seen, then lets the next one start: it waits
+// for this one in turn. In a launch without the attribute both do nothing.
+__device__ inline void wait_for_kernels_before() {
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace dj

@@ -23,9 +23,9 @@ from common import environment, try_driver_version, write_json
 
 import deepgemm_jit as dj
 from deepgemm_jit import ops
-from deepgemm_jit.ops.launching import call_on, empty_m_major, run_gemm
+from deepgemm_jit.ops.launching import Chosen, call_on, empty_m_major, run_gemm
 from deepgemm_jit.service import default_service
-from deepgemm_jit.spec import N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
+from deepgemm_jit.spec import FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import is_gemm
 
 ARCH = "sm_90a"
@@ -37,7 +37,7 @@ FOUND = 86
 """Exit status by which the tool says that it found something."""
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) .*$", re.MULTILINE)
 
-M, N, K, GROUPS, MAX_M = 300, 200, 272, 3, 150
+M, N, K, GROUPS, MAX_M = 300, 200, 528, 3, 150
 INDEX = [0] * 128 + [2] * 100 + [-1] * 28 + [1] * 44
 ENDS = [100, 128, 300]
 COUNTS = [0, 77, 150]
@@ -68,16 +68,17 @@ def blocks(size: int) -> int:
 
 
 def run_gemms(specs: list[KernelSpec]) -> None:
-    """Run each GEMM kernel in every layout it serves, whatever selection would take."""
+    """Run each GEMM kernel in every layout it serves, whatever selection would take, and with every split of K."""
     group_data = {Layout.CONTIGUOUS: INDEX, Layout.PREFIX_SUMS: ENDS, Layout.MASKED: COUNTS}
     for spec in specs:
         for layout in Layout:
             aligned = layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
             if not (aligned and 128 % spec.block[0]):
-                run_one_gemm(spec, layout, group_data.get(layout))
+                for split_k in (1, 2, 4) if spec.family == FP8_GEMM_SWAP_AB else (1,):
+                    run_one_gemm(spec, split_k, layout, group_data.get(layout))
 
 
-def run_one_gemm(spec: KernelSpec, layout: Layout, numbers: list[int] | None) -> None:
+def run_one_gemm(spec: KernelSpec, split_k: int, layout: Layout, numbers: list[int] | None) -> None:
     """Run one GEMM kernel in one layout."""
     quantized = spec.dtypes[0] == "e4m3"
     made = fp8 if quantized else bf16
@@ -91,7 +92,7 @@ def run_one_gemm(spec: KernelSpec, layout: Layout, numbers: list[int] | None) ->
         pair = m_major(*a_lead, blocks(K)), (m_major(*b_lead, N, blocks(K)) if by_rows else scales(*b_lead, blocks(N), blocks(K)))
     problem = GemmProblem(a_lead[-1], N, K, GROUPS if b_lead else 1, layout, 128, dtypes, spec.flags)
     with call_on(a) as call:
-        run_gemm(call, call.kernel(spec), problem, a, b, out, None if numbers is None else int32(numbers), pair)
+        run_gemm(call, Chosen(call.kernel(spec), split_k), problem, a, b, out, None if numbers is None else int32(numbers), pair)
 
 
 def run_operations() -> None:

@@ -329,13 +329,13 @@ def _experts_up(
     pairs = _pairs(index, rows)
     problem = _problem(pairs.total, weight, quantized, row_scales, n_major, narrow)
     with call_on(hidden) as call:
-        kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
+        chosen = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
         route = select(StepProblem(ROUTE, ("i32",)), call.limits)
         run(call, route, prepare_route(route, RouteCall(pairs, ends.data_ptr(), experts, problem.alignment)))
         a, a_scale = _empty_rows(capacity, hidden_size, hidden.device, quantized)
         gather = select(StepProblem(GATHER, ("bf16", "e4m3" if quantized else "bf16")), call.limits)
         run(call, gather, prepare_gather(gather, _rows_call(hidden, a, a_scale, activation_scale, pairs)))
-        run_gemm(call, kernel, problem, a, weight, projected, ends, _scales(a_scale, scale))
+        run_gemm(call, chosen, problem, a, weight, projected, ends, _scales(a_scale, scale))
     return projected, rows, ends
 
 
@@ -377,7 +377,7 @@ def _experts_down(
         projected = projected.contiguous()
     problem = _problem(pairs.total, weight, scale is not None, row_scales, n_major, narrow)
     with call_on(projected) as call:
-        kernel = kernel_for(call, problem)
+        chosen = kernel_for(call, problem)
         if scale is None and gate == Gate.PASS.value:
             a: torch.Tensor = projected
             a_scale: torch.Tensor | None = None
@@ -389,7 +389,7 @@ def _experts_down(
             )
             run(call, activate, prepare_activate(activate, rows_call))
         multiplied = torch.empty((capacity, hidden_size), dtype=torch.bfloat16, device=projected.device)
-        run_gemm(call, kernel, problem, a, weight, multiplied, ends, _scales(a_scale, scale))
+        run_gemm(call, chosen, problem, a, weight, multiplied, ends, _scales(a_scale, scale))
         combine = select(StepProblem(COMBINE, ("bf16",)), call.limits)
         combined = CombineCall(
             input=multiplied.data_ptr(),

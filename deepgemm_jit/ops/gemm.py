@@ -256,16 +256,16 @@ def _gemm(
     variant = (N_MAJOR,) if n_major and scales is None else ()
     problem = GemmProblem(rows, n, k, count, layout, alignment, _BF16 if scales is None else _FP8, variant)
     with call_on(a) as call:
-        kernel = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
+        chosen = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
         given = scales
         if scales is not None:
             a_scale, b_scale = scales
             if n_major:
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
-        gemm, prepare = run_gemm(call, kernel, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        gemm, prepare = run_gemm(call, chosen, problem, a, b, out, None if groups is None else groups.tensor, scales)
         if given is None or (scales is not None and scales[0] is given[0] and scales[1] is given[1]):
-            remember(call, options, operands, kernel, gemm, prepare)
+            remember(call, options, operands, chosen.kernel, gemm, prepare)
 
 
 def _fp8(

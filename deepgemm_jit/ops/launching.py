@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -56,14 +57,22 @@ def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
     call.launch(spec, launch)
 
 
-def kernel_for(call: Call, problem: GemmProblem) -> LoadedKernel:
+class Chosen(NamedTuple):
+    """A kernel in the context of a call, and how it is launched."""
+
+    kernel: LoadedKernel
+    split_k: int = 1
+
+
+def kernel_for(call: Call, problem: GemmProblem) -> Chosen:
     """Return the kernel that selection finds for ``problem``, built and loaded first if need be."""
-    return call.kernel(selected(problem, call.limits).spec)
+    spec, split_k = selected(problem, call.limits)
+    return Chosen(call.kernel(spec), split_k)
 
 
 def run_gemm(
     call: Call,
-    kernel: LoadedKernel,
+    chosen: Chosen,
     problem: GemmProblem,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -92,9 +101,9 @@ def run_gemm(
         b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
     )
     service = default_service()
-    split_k = selected(problem, call.limits).split_k
-    prepare = partial(prepare_gemm, kernel.spec, call.limits.sms, service.maps, split_k=split_k, dependent=service.overlaps)
-    call.launch(kernel.spec, prepare(gemm))
+    spec = chosen.kernel.spec
+    prepare = partial(prepare_gemm, spec, call.limits.sms, service.maps, split_k=chosen.split_k, dependent=service.overlaps)
+    call.launch(spec, prepare(gemm))
     return gemm, prepare
 
 

@@ -62,6 +62,7 @@ def prepare_gemm(
     block_m, block_n, block_k = spec.block
     k_blocks = -(-call.k // block_k)
     a_groups = call.groups if call.layout is Layout.MASKED else 1
+    assert split_k <= k_blocks, "each block of a cluster sums some k-blocks"
     cluster = spec.cluster * split_k
     tiles = -(-call.m // block_m) * -(-call.n // (block_n * spec.cluster)) * a_groups
     clusters = min(max(sms * blocks_per_sm(spec) // cluster, 1), tiles)

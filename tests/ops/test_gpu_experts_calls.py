@@ -219,12 +219,12 @@ def operands(kind: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
     hidden, index, weights = drawn(20)
     if kind == "bf16":
         reference = random_bf16_experts(COUNT, HIDDEN, INTERMEDIATE)
-        up = (reference.gate_up.weight, None, None, False, False)
-        down = (reference.down.weight, None, None, False, False)
+        up = (reference.gate_up.weight, None, None, False, False, False)
+        down = (reference.down.weight, None, None, False, False, False)
     else:
         experts = ops.prepare_experts(**random_experts(COUNT, HIDDEN, INTERMEDIATE, **SCHEMES[kind]).arguments)
         up, down = (
-            (each.weight, each.scale, each.activation_scale, each.scale_kind == "row", False)
+            (each.weight, each.scale, each.activation_scale, each.scale_kind == "row", False, kind != "rows")
             for each in (experts.gate_up, experts.down)
         )
     gate_silu = 2

@@ -43,6 +43,8 @@ REPEATS = 200
 
 DENSE_M = (1, 7, 64, 127, 128, 4096)
 DENSE_N_K = ((2112, 7168), (576, 7168), (4096, 7168), (7168, 2048), (24576, 1536), (5760, 2880))
+LONG = (1024, 2048, 4096)
+"""Few tiles of many k-blocks: for clusters of 128-row tiles."""
 SMALL_N_K = ((8, 16), (24, 48), (64, 128), (104, 144), (120, 272), (136, 400))
 GROUPS_N_K = ((1, 4096, 7168), (4, 2112, 7168), (33, 576, 1056), (128, 1536, 2048), (256, 104, 144))
 
@@ -131,6 +133,10 @@ def test_dense_is_right(m: int, n: int, k: int) -> None:
     check_dense(m, n, k)
 
 
+def test_dense_is_right_where_clusters_share_a() -> None:
+    check_dense(*LONG)
+
+
 # --- contiguous
 
 
@@ -176,7 +182,7 @@ def test_masked_groups_of_few_rows_are_right(max_m: int) -> None:
 
 
 def problems_of_this_file() -> list[GemmProblem]:
-    dense = [GemmProblem(m, n, k) for n, k in DENSE_N_K + SMALL_N_K for m in DENSE_M]
+    dense = [GemmProblem(m, n, k) for n, k in DENSE_N_K + SMALL_N_K for m in DENSE_M] + [GemmProblem(*LONG)]
     contiguous = [
         GemmProblem(group_rows(uneven(groups), extra_rows=128).total, n, k, groups, layout)
         for groups, n, k in GROUPS_N_K

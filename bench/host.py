@@ -97,7 +97,7 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
         "context check": enter_and_leave,
         "key of the call": lambda: prepared._key_at(options, stream, operands),
         "dictionary": lambda: known.get(key),
-        "driver call": lambda: driver.launch_as(again.config, kernel._function, again.params_pointer),
+        "driver call": lambda: driver.launch_as(again.config_pointer, kernel._function, again.params_pointer),
         "spared: dispatcher, around the whole": lambda: torch.ops.deepgemm_jit.fp8_gemm(*operands, False),
         "spared: checks": lambda: checks.check_gemm("fp8_gemm_nt", operands[0], operands[2], out, (operands[1], operands[3])),
         "spared: selection": lambda: select(problem, service._home(context).limits),

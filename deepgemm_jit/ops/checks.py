@@ -258,6 +258,8 @@ def whole_number(operation: str, name: str, value: object) -> int:
     Raises:
         OperandError: it is something else.
     """
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise OperandError(operation=operation, faults=[f"{name} must be a whole number, not {value!r}"])
     return value  # type: ignore[return-value]

@@ -53,11 +53,12 @@ class PreparedGemm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLaunch:
-    """A GEMM launch with its parameters laid out, tensor maps included, on one stream; ``kept`` owns what they are."""
+    """A GEMM launch with its parameters laid out, tensor maps included, on one stream; ``kept`` and ``config`` own them."""
 
     kernel: LoadedKernel
     kept: KeptLaunch
     config: Any
+    config_pointer: int
     params_pointer: int
 
 
@@ -99,7 +100,7 @@ def try_again(options: Key, operands: Operands) -> bool:
             if prepared is None:
                 return False
             _keep(known, key, prepared)
-        prepared.kernel.launch_entered(context, prepared.config, prepared.params_pointer)
+        prepared.kernel.launch_entered(context, prepared.config_pointer, prepared.params_pointer)
     except UnloadedKernelError:
         return False
     finally:
@@ -162,7 +163,8 @@ def _try_moved(prepared: PreparedGemm, stream: int, *addresses: int) -> Prepared
         b_scales=gemm.b_scales and _moved(gemm.b_scales, b_scale),
     )
     kernel, kept = prepared.kernel, keep(prepared.prepare(moved))
-    return PreparedLaunch(kernel, kept, kernel.config_for(kept.launch, stream), kept.launch.params_pointer)
+    config = kernel.config_for(kept.launch, stream)
+    return PreparedLaunch(kernel, kept, config, config.getPtr(), kept.launch.params_pointer)
 
 
 def _moved(matrices: Matrices, address: int) -> Matrices:

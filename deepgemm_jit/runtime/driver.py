@@ -229,11 +229,12 @@ class Driver:
         dependent: bool = False,
     ) -> None:
         """Launch a function; ``params_pointer`` is the address of an array of pointers to its arguments."""
-        self.launch_as(self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent), function, params_pointer)
+        config = self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent)
+        self.launch_as(config.getPtr(), function, params_pointer)
 
-    def launch_as(self, config: Any, function: int, params_pointer: int) -> None:
-        """Launch a function as a configuration says that :meth:`config_for` returned."""
-        result = self._launch_kernel(config.getPtr(), function, params_pointer, None)
+    def launch_as(self, config_pointer: int, function: int, params_pointer: int) -> None:
+        """Launch a function as the configuration at an address says, one that :meth:`config_for` returned."""
+        result = self._launch_kernel(config_pointer, function, params_pointer, None)
         if result:
             raise self._error("cuLaunchKernelEx", self._cuda.CUresult(result))
 

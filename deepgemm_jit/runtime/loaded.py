@@ -114,15 +114,15 @@ class LoadedKernel:
                     used_in=f"a launch of {self._what} in {self.context.describe()}",
                 )
         config = self.config_for(Launch(grid, block, params_pointer, cluster, dependent), stream)
-        self.launch_entered(self.context, config, params_pointer)
+        self.launch_entered(self.context, config.getPtr(), params_pointer)
 
     def config_for(self, launch: Launch, stream: int) -> Any:
         """Return what :meth:`launch_entered` needs of a launch beside its parameters."""
         grid, block, _params_pointer, cluster, dependent = launch
         return self._contexts.driver.config_for(grid, block, self.shared_memory_bytes, stream, cluster, dependent)
 
-    def launch_entered(self, context: Context, config: Any, params_pointer: int) -> None:
-        """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on the stream of ``config``.
+    def launch_entered(self, context: Context, config_pointer: int, params_pointer: int) -> None:
+        """Launch in ``context``, which :meth:`Contexts.enter` has just made current for a call on the configuration's stream.
 
         That has looked at all that :meth:`launch` looks at; what is left is whether this is the kernel's context.
 
@@ -136,7 +136,7 @@ class LoadedKernel:
         try:
             if use.closed:
                 raise UnloadedKernelError(what=self._what)
-            self._contexts.driver.launch_as(config, self._function, params_pointer)
+            self._contexts.driver.launch_as(config_pointer, self._function, params_pointer)
         finally:
             use.launching.pop()
 

@@ -56,6 +56,16 @@ class _Thread(threading.local):
     relaxed: bool = False
 
 
+@dataclass(frozen=True)
+class _Config:
+    """What the bindings return for a launch configuration, as far as it is used."""
+
+    pointer: int
+
+    def getPtr(self) -> int:  # noqa: N802 - the bindings' name
+        return self.pointer
+
+
 class DriverDouble(Driver):
     """Driver of ``gpus`` pretended H200s.
 
@@ -88,6 +98,7 @@ class DriverDouble(Driver):
         self._kernels: dict[int, int] = {}
         self._library_kernels: dict[tuple[int, str], int] = {}
         self._launching: Counter[int] = Counter()
+        self._configs: dict[int, tuple[Any, ...]] = {}
         self._functions: dict[int, _Function] = {}
 
     # What a test does to the machine.
@@ -282,7 +293,8 @@ class DriverDouble(Driver):
         cluster: int = 1,
         dependent: bool = False,
     ) -> None:
-        self.launch_as(self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent), function, params_pointer)
+        config = self.config_for(grid, block, shared_memory_bytes, stream, cluster, dependent)
+        self.launch_as(config.getPtr(), function, params_pointer)
 
     def config_for(
         self,
@@ -292,11 +304,13 @@ class DriverDouble(Driver):
         stream: int,
         cluster: int = 1,
         dependent: bool = False,
-    ) -> tuple[Any, ...]:
-        return grid, block, shared_memory_bytes, stream
+    ) -> _Config:
+        config = _Config(self._handle())
+        self._configs[config.pointer] = grid, block, shared_memory_bytes, stream
+        return config
 
-    def launch_as(self, config: tuple[Any, ...], function: int, params_pointer: int) -> None:
-        grid, block, shared_memory_bytes, stream = config
+    def launch_as(self, config_pointer: int, function: int, params_pointer: int) -> None:
+        grid, block, shared_memory_bytes, stream = self._configs[config_pointer]
         self._count("launch")
         target = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]
         launched = self._functions[function]

@@ -257,7 +257,7 @@ def assert_as_good_as_torch(
 
 
 def _usual_errors(errors: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return the largest error of each row, or of as many rows as have ``TELLING_COLUMNS`` columns, relative to their magnitudes."""
+    """Return the largest error of each row, or of as many rows as have enough columns, relative to their magnitudes."""
     own = errors.amax(-1, keepdim=True)
     rows = -(-TELLING_COLUMNS // errors.shape[-1])
     if rows == 1:

@@ -248,12 +248,12 @@ def test_the_entered_context_must_be_the_kernels_own(driver: DriverDouble, conte
     kernel = load(contexts)
     entered, pushed = contexts.enter(1, 0)
     with pytest.raises(ContextMismatchError) as refused:
-        kernel.launch_entered(entered, kernel.config_for(Launch((1, 1, 1), (32, 1, 1), 0), 0), 0)
+        kernel.launch_entered(entered, kernel.config_for(Launch((1, 1, 1), (32, 1, 1), 0), 0).getPtr(), 0)
     contexts.leave(pushed)
     assert refused.value.used_in == entered.describe()
     assert_untouched(driver)
     entered, pushed = contexts.enter(0, 0)
-    kernel.launch_entered(entered, kernel.config_for(Launch((1, 1, 1), (32, 1, 1), 0), 0), 0)
+    kernel.launch_entered(entered, kernel.config_for(Launch((1, 1, 1), (32, 1, 1), 0), 0).getPtr(), 0)
     contexts.leave(pushed)
     assert len(driver.launches) == 1
 

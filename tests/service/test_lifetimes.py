@@ -203,7 +203,7 @@ class Process(RuleBasedStateMachine):
             if kernel is None:
                 return False
             config = kernel.config_for(Launch((context.sms, 1, 1), (128, 1, 1), 0), stream)
-            kernel.launch_entered(context, config, 0)
+            kernel.launch_entered(context, config.getPtr(), 0)
             return True
         finally:
             contexts.leave(pushed)

@@ -24,10 +24,18 @@ REQUEST = {
 KEY = request_key(**REQUEST)
 
 
+def elf_for(arch: str, entry: str) -> bytes:
+    """Return an ELF header of a cubin of CUDA 13 and the name of a kernel's section."""
+    flags = int(arch.removeprefix("sm_").rstrip("af")) << 8
+    ident = b"\x7fELF\x02\x01\x01\x41\x08".ljust(16, b"\0")
+    header = ident + (2).to_bytes(2, "little") + (190).to_bytes(2, "little") + bytes(28) + flags.to_bytes(4, "little")
+    return header.ljust(64, b"\0") + b"\0.text." + entry.encode() + b"\0"
+
+
 def cubin_for(nvrtc_version: str = "13.5", spec: KernelSpec = SPEC, payload: bytes = b"payload " * 64) -> Cubin:
-    """Return bytes that begin as an ELF file does, different for each version."""
+    """Return bytes that pass for a cubin at a glance, different for each version and payload."""
     return Cubin(
-        image=b"\x7fELF" + nvrtc_version.encode() + payload,
+        image=elf_for(spec.arch, spec.name) + nvrtc_version.encode() + payload,
         arch=spec.arch,
         entry=spec.name,
         nvrtc_version=nvrtc_version,

@@ -275,6 +275,8 @@ class Store:
             elif not self._swept:
                 tree.sweep(published.stat().st_mtime)
             self._swept = True
+        except FileNotFoundError:
+            pass  # another process cleans up
         except OSError as error:
             self._warn_of(error, "store %s cannot be tidied: %s", self.root, error_text(error))
 
@@ -284,7 +286,7 @@ class Store:
         except OSError as error:
             outcome = f"it could not be set aside ({error_text(error)})"
         else:
-            outcome = f"set aside as {aside}" if aside else "another process has replaced it already"
+            outcome = f"set aside as {aside}" if aside else "another process has dealt with it already"
         self._warn_once(str(damaged.path), "store file %s; %s; its kernel is built again", damaged, outcome)
 
     def _examined(self, *, with_objects: bool) -> Iterator[Entry | Damage]:

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from deepgemm_jit.store.trust import DamagedError
 
 _TOP = re.compile(r"v([0-9]{1,9})(\.[0-9a-f]{8})?")
 _FOLDERS = {"kernels", "objects", "tmp", "quarantine"}
+_ATTEMPTS = 5
 _TAKEN_OUT_OLD_S = 3600.0
 
 
@@ -72,7 +73,7 @@ def prune(tree: Tree, *, max_bytes: int | None = None, unused_s: float | None = 
     now_s = tree.probe()
     freed_bytes = tree.sweep(now_s) + _cleared(tree, now_s)
     index = list(_index(tree))
-    objects = {digest: (path, path.lstat()) for path, digest in tree.object_names()}
+    objects = {path.name: (path, status) for path, status in _seen(path for path, _ in tree.object_names())}
     doomed: list[_Indexed] = []
     staying: list[_Indexed] = []
     for each in sorted(index, key=lambda each: each.used_s):
@@ -93,7 +94,8 @@ def prune(tree: Tree, *, max_bytes: int | None = None, unused_s: float | None = 
     named = {each.entry.digest for each in _index(tree) if each.entry is not None} if taken else named
     for path, status, aside in taken:
         if path.name in named:
-            tree.put_back(aside, path)
+            with suppress(FileNotFoundError):  # cleared away meanwhile
+                tree.put_back(aside, path)
         elif _remove(aside):
             freed_bytes += status.st_size
     kept_bytes = sum(each.status.st_size for each in index if each.path not in gone)
@@ -132,19 +134,26 @@ def _remove_tree(root: Path, top: Path) -> int:
         raise StoreError(path=str(top), reason=reason, fix="Name the root of a store, or remove the folder by hand")
     aside = root / f"{top.name.partition('.')[0]}.{secrets.token_hex(4)}"
     top.rename(aside)
-    size_bytes = sum(path.lstat().st_size for path in aside.rglob("*") if not path.is_dir())
+    size_bytes = sum(status.st_size for _, status in _seen(aside.rglob("*")) if not stat.S_ISDIR(status.st_mode))
+    for _ in range(_ATTEMPTS - 1):
+        # A write that was under way when the folder was moved may still land in it.
+        with suppress(OSError):
+            shutil.rmtree(aside)
+            return size_bytes
     shutil.rmtree(aside)
     return size_bytes
 
 
 def _index(tree: Tree) -> Iterator[_Indexed]:
     for path, key, version in tree.names():
-        with suppress(OSError):  # gone meanwhile, or unreadable: not ours to judge
-            status = path.lstat()
+        entry = None
+        with suppress(DamagedError):
             try:
-                yield _Indexed(path, status, tree.load_entry(key, version))
-            except DamagedError:
-                yield _Indexed(path, status, None)
+                status = path.lstat()
+                entry = tree.load_entry(key, version)
+            except OSError:  # gone meanwhile, or unreadable: not ours to judge
+                continue
+        yield _Indexed(path, status, entry)
 
 
 def _over(
@@ -173,21 +182,28 @@ def _over(
 
 def _cleared(tree: Tree, now_s: float) -> int:
     """Remove what was set aside, and what a prune took out and then died; return how many bytes that was."""
-    aside = list(tree.quarantine.iterdir()) if tree.quarantine.is_dir() else []
-    aside += [path for path in tree.tmp.glob(f"*{TAKEN_OUT}") if now_s - path.lstat().st_ctime > _TAKEN_OUT_OLD_S]
-    freed_bytes = 0
-    for path in aside:
-        with suppress(OSError):
-            size_bytes = path.lstat().st_size
-            freed_bytes += size_bytes if _remove(path) else 0
-    return freed_bytes
+    aside = list(_seen(tree.quarantine.glob("*")))
+    taken_out = _seen(tree.tmp.glob(f"*{TAKEN_OUT}"))
+    aside += [(path, status) for path, status in taken_out if now_s - status.st_ctime > _TAKEN_OUT_OLD_S]
+    return sum(status.st_size for path, status in aside if _remove(path))
+
+
+def _seen(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield those that are there with their status: another process may clean up as well."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield path, path.lstat()
 
 
 def _remove(path: Path | None) -> bool:
+    """Remove a file or folder; False when it is gone, or stays."""
     if path is None:
         return False
-    if stat.S_ISDIR(path.lstat().st_mode):
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    try:
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError:
+        return False
     return True

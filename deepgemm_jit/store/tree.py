@@ -7,9 +7,10 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import OperandError
@@ -19,10 +20,11 @@ from deepgemm_jit.store.key import SCHEMA, is_digest, is_nvrtc_version
 from deepgemm_jit.store.temp import sweep, written
 from deepgemm_jit.store.trust import DamagedError, distrust, make_private_dir, read_file
 
+_T = TypeVar("_T")
 _SUFFIX = ".json"
 TAKEN_OUT = ".removed"
 """Ends the names of files in ``tmp/`` that a prune has taken out and is about to remove."""
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 _TAKEN_BY_A_FOLDER = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 
 
@@ -134,10 +136,7 @@ class Tree:
         Returns:
             The time by the clock of the file system, seconds since the epoch.
         """
-        for folder in (self.kernels, self.objects, self.tmp):
-            self._make_dir(folder)
-        with written(self.tmp, b"") as temp:
-            return temp.stat().st_mtime
+        return self._again(self._probe)
 
     def sweep(self, now_s: float | None = None) -> int:
         """Remove what dead writers left and return how many bytes that was; raises OSError where nothing can be written."""
@@ -150,10 +149,11 @@ class Tree:
             path.rename(aside)
         except FileNotFoundError:
             return None
-        found = aside.lstat()
-        if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
-            return aside
-        self.put_back(aside, path)
+        with suppress(FileNotFoundError):  # cleared away meanwhile
+            found = aside.lstat()
+            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
+                return aside
+            self.put_back(aside, path)
         return None
 
     @staticmethod
@@ -172,7 +172,10 @@ class Tree:
         """Move a damaged file into quarantine; return its new path, or None when another file had taken its name."""
         self._make_dir(self.quarantine)
         aside = self.quarantine / f"{damaged.path.name}.{secrets.token_hex(4)}"
-        damaged.path.rename(aside)
+        try:
+            damaged.path.rename(aside)
+        except FileNotFoundError:
+            return None
         status = aside.lstat()
         if (status.st_dev, status.st_ino) == damaged.identity:
             return aside
@@ -198,15 +201,28 @@ class Tree:
             return self._read(path, MAX_ENTRY_BYTES)
 
     def _write(self, path: Path, data: bytes) -> None:
-        for _ in range(_ATTEMPTS):
+        self._again(lambda: self._write_once(path, data))
+
+    def _write_once(self, path: Path, data: bytes) -> None:
+        self._make_dir(path.parent)
+        self._make_dir(self.tmp)
+        with written(self.tmp, data) as temp:
+            self._move(temp, path)
+
+    def _probe(self) -> float:
+        for folder in (self.kernels, self.objects, self.tmp):
+            self._make_dir(folder)
+        with written(self.tmp, b"") as temp:
+            return temp.stat().st_mtime
+
+    @staticmethod
+    def _again(attempt: Callable[[], _T]) -> _T:
+        # The folder may be cleared away meanwhile, and a sweep may take a file for a leftover: before it is locked, or on a host
+        # that does not see our locks.
+        for _ in range(_ATTEMPTS - 1):
             with suppress(FileNotFoundError):
-                self._make_dir(path.parent)
-                self._make_dir(self.tmp)
-                with written(self.tmp, data) as temp:
-                    self._move(temp, path)
-                    return
-            # The folder was cleared away meanwhile, or a host that does not see our lock took the file for a leftover.
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+                return attempt()
+        return attempt()
 
     def _move(self, temp: Path, path: Path) -> None:
         try:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import random
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from deepgemm_jit.cubin import Cubin, CubinFacts
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store import Store, request_key
+from deepgemm_jit.store.prune import clear
 
 SPEC = KernelSpec(family="sample", arch="sm_90a", dtypes=("bf16",), block=(64, 32))
 OTHER_SPEC = KernelSpec(family="sample", arch="sm_90a", dtypes=("bf16",), block=(64, 64))
@@ -85,6 +91,61 @@ def count(path: str, times: str) -> None:
                 number = int(Path(path).read_text())
                 os.sched_yield()
                 Path(path).write_text(str(number + 1))
+
+
+def _busy(seconds: str, names: tuple[str, ...], turn: Callable[[Store, random.Random, dict[str, int]], None]) -> None:
+    """Take turns for some seconds, each with a store of its own, and print what was counted and warned of."""
+    counts, warnings = dict.fromkeys(names, 0), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepgemm_jit").addHandler(handler)
+    rng, until = random.Random(os.environ["SEED"]), time.monotonic() + float(seconds)
+    while time.monotonic() < until:
+        turn(Store.open(read_settings()), rng, counts)
+    print(json.dumps({**counts, "warnings": warnings}))
+
+
+def _one_of(rng: random.Random) -> tuple[str, Cubin]:
+    digit = rng.choice("abcdef")
+    return digit * 64, cubin_for(payload=digit.encode() * 50_000)
+
+
+def write_on(seconds: str) -> None:
+    """Put one of six cubins again and again."""
+
+    def turn(store: Store, rng: random.Random, counts: dict[str, int]) -> None:
+        key, cubin = _one_of(rng)
+        counts["puts"] += store.put(key, cubin, spec_text=SPEC.text)
+
+    _busy(seconds, ("puts",), turn)
+
+
+def read_on(seconds: str) -> None:
+    """Get one of six cubins again and again."""
+
+    def turn(store: Store, rng: random.Random, counts: dict[str, int]) -> None:
+        key, cubin = _one_of(rng)
+        found = store.get(key, spec_text=SPEC.text)
+        counts["hits"] += found is not None
+        counts["torn"] += found not in (None, cubin)
+
+    _busy(seconds, ("hits", "torn"), turn)
+
+
+def prune_on(seconds: str) -> None:
+    """Prune and clear again and again."""
+
+    def turn(store: Store, rng: random.Random, counts: dict[str, int]) -> None:
+        root = store.root
+        assert root is not None
+        if rng.random() < 0.1:
+            clear(root)
+            counts["clears"] += 1
+        else:
+            store.prune(max_bytes=rng.choice((None, 100_000, 0)), unused_s=rng.choice((None, 0.0)))
+            counts["prunes"] += 1
+
+    _busy(seconds, ("prunes", "clears"), turn)
 
 
 def key() -> None:

@@ -178,7 +178,8 @@ class Store:
         """
         tree = self._tree
         faults = [] if tree is None else [Damage(fault.path, fault.reason) for fault in tree.folder_faults()]
-        return [*faults, *self._examined(with_objects=True)]
+        places = {fault.path for fault in faults}
+        return [*faults, *(found for found in self._examined(with_objects=True) if not _is_at(found, places))]
 
     def verify(self) -> list[Damage]:
         """Return what is not sound on disk; nothing is moved."""
@@ -324,6 +325,10 @@ class Store:
         if about not in self._warned:
             self._warned.add(about)
             _LOGGER.warning(message, *args)
+
+
+def _is_at(found: Entry | Damage, places: set[Path]) -> bool:
+    return isinstance(found, Damage) and found.path in places
 
 
 def _check_key(operation: str, key: str) -> None:

@@ -182,7 +182,8 @@ def _over(
 
 def _cleared(tree: Tree, now_s: float) -> int:
     """Remove what was set aside, and what a prune took out and then died; return how many bytes that was."""
-    aside = list(_seen(tree.quarantine.glob("*")))
+    aside = list(_seen([tree.quarantine] if tree.quarantine.exists() and not tree.quarantine.is_dir() else []))
+    aside += _seen(tree.quarantine.glob("*"))
     taken_out = _seen(tree.tmp.glob(f"*{TAKEN_OUT}"))
     aside += [(path, status) for path, status in taken_out if now_s - status.st_ctime > _TAKEN_OUT_OLD_S]
     return sum(status.st_size for path, status in aside if _remove(path))

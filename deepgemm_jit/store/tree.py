@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _SUFFIX = ".json"
 TAKEN_OUT = ".removed"
 """Ends the names of files in ``tmp/`` that a prune has taken out and is about to remove."""
-_ATTEMPTS = 5
+_ATTEMPTS = 10
 _TAKEN_BY_A_FOLDER = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 
 

@@ -68,11 +68,10 @@ def opened(
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedError(path, "is a symbolic link", path.lstat()) from None
-        # No driver behind a device node, and nobody at a socket.
-        if error.errno in (errno.ENXIO, errno.ENODEV) and not stat.S_ISREG((status := path.lstat()).st_mode):
-            raise DamagedError(path, "is not a regular file", status) from None
+        # A link that is not followed, a socket, a device without a driver.
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV) and not stat.S_ISREG((status := path.lstat()).st_mode):
+            what = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a regular file"
+            raise DamagedError(path, what, status) from None
         raise
     try:
         status = os.fstat(descriptor)

@@ -138,7 +138,7 @@ def prune_on(seconds: str) -> None:
     def turn(store: Store, rng: random.Random, counts: dict[str, int]) -> None:
         root = store.root
         assert root is not None
-        if rng.random() < 0.1:
+        if rng.random() < 0.03:
             clear(root)
             counts["clears"] += 1
         else:

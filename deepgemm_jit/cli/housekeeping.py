@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -15,12 +16,20 @@ from deepgemm_jit.store.prune import remove_other_schemas
 _DAY_S = 24 * 3600.0
 
 
+def _finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    # A range lets nan through, which is neither above nor below anything.
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of days.")
+    return value
+
+
 @click.command()
 @click.option("--max-bytes", type=click.IntRange(min=0), metavar="N", help="Keep at most N bytes; what was used last stays.")
 @click.option(
     "--unused-for",
     "unused_days",
     type=click.FloatRange(min=0),
+    callback=_finite,
     metavar="DAYS",
     help="Remove entries not used for so long (known to the day, where the file system keeps times of reading).",
 )

@@ -215,7 +215,7 @@ class Store:
         if tree is None:
             raise self._location.error()
         try:
-            return prune(tree, max_bytes=max_bytes, unused_s=unused_s)
+            return prune(tree, max_bytes=max_bytes, unused_s=unused_s, objects_too=True)
         except OSError as error:
             raise StoreError(path=str(self.root), reason=f"cannot be pruned: {error_text(error)}", fix=NAME_ANOTHER) from error
 

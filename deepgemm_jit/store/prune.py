@@ -58,7 +58,9 @@ class _Indexed:
         return max(self.status.st_atime, self.status.st_mtime)
 
 
-def prune(tree: Tree, *, max_bytes: int | None = None, unused_s: float | None = None, keep: str = "") -> Pruned:
+def prune(
+    tree: Tree, *, max_bytes: int | None = None, unused_s: float | None = None, keep: str = "", objects_too: bool = False
+) -> Pruned:
     """Remove what dead writers left, what is damaged or set aside, objects of no entry, and entries by age and size.
 
     Args:
@@ -66,13 +68,14 @@ def prune(tree: Tree, *, max_bytes: int | None = None, unused_s: float | None = 
         max_bytes: most that may stay; the entries that were used last stay.
         unused_s: age of the last use from which on an entry goes.
         keep: file name of an entry that stays in any case.
+        objects_too: read every object, to find those that are damaged.
 
     Raises:
         OSError: nothing can be written here.
     """
     now_s = tree.probe()
     freed_bytes = tree.sweep(now_s) + _cleared(tree, now_s)
-    index = list(_index(tree))
+    index = list(_index(tree, objects_too=objects_too))
     objects = {path.name: (path, status) for path, status in _seen(path for path, _ in tree.object_names())}
     doomed: list[_Indexed] = []
     staying: list[_Indexed] = []
@@ -144,16 +147,22 @@ def _remove_tree(root: Path, top: Path) -> int:
     return size_bytes
 
 
-def _index(tree: Tree) -> Iterator[_Indexed]:
+def _index(tree: Tree, *, objects_too: bool = False) -> Iterator[_Indexed]:
     for path, key, version in tree.names():
-        entry = None
-        with suppress(DamagedError):
-            try:
-                status = path.lstat()
-                entry = tree.load_entry(key, version)
-            except OSError:  # gone meanwhile, or unreadable: not ours to judge
-                continue
-        yield _Indexed(path, status, entry)
+        try:
+            status = path.lstat()
+            entry = tree.load_entry(key, version)
+            if objects_too:
+                tree.load_cubin(entry)
+        except DamagedError:
+            yield _Indexed(path, status, None)
+        except FileNotFoundError:
+            if path.exists():  # without its object; otherwise it is gone meanwhile
+                yield _Indexed(path, status, None)
+        except OSError:  # cannot be read now: not ours to judge
+            continue
+        else:
+            yield _Indexed(path, status, entry)
 
 
 def _over(

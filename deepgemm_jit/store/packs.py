@@ -49,8 +49,15 @@ class Packs:
     def found(self) -> tuple[FoundPack, ...]:
         """Return every pack that was named, in the order in which they are asked."""
         found = self._found.get("packs")
+        if found is not None:
+            return found
+        try:
+            found = tuple(_find(self._settings))
+        except OSError as error:  # of the look for installed packages, and may pass
+            self._warn(f"errno {error.errno}", f"packs of installed packages cannot be looked for: {error_text(error)}")
+            return ()
         # setdefault: of two threads that come first at once, both get the one answer.
-        return self._found.setdefault("packs", tuple(_find(self._settings))) if found is None else found
+        return self._found.setdefault("packs", found)
 
     def versions(self, key: str) -> set[str]:
         """Return the NVRTC versions that built ``key`` in some pack."""
@@ -77,7 +84,10 @@ class Packs:
 
     def _by_key(self) -> Mapping[str, Mapping[str, tuple[Pack, Entry]]]:
         index = self._index.get("index")
-        return self._index.setdefault("index", self._indexed()) if index is None else index
+        if index is not None:
+            return index
+        index = self._indexed()
+        return self._index.setdefault("index", index) if "packs" in self._found else index
 
     def _indexed(self) -> dict[str, dict[str, tuple[Pack, Entry]]]:
         index: dict[str, dict[str, tuple[Pack, Entry]]] = {}

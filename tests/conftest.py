@@ -130,6 +130,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError("a test belongs to exactly one ring of " + ", ".join(RINGS) + ":\n" + "\n".join(homeless))
 
 
+def _bench_common() -> Any:
+    """Load what benchmarks share, by its path: their folder has modules of the names of ours."""
+    path = Path(__file__).parents[1] / "bench" / "common.py"
+    spec = importlib.util.spec_from_file_location("bench_common", path)
+    assert spec and spec.loader
+    module = sys.modules["bench_common"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was skipped and why, one line per reason: ``-rs`` has one per place, hundreds of them without a GPU."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
@@ -137,13 +147,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped {count}: {reason}")
     path = terminalreporter.config.getoption("--record")
     if path is not None:
-        # Imported here: only this needs it, and the folder is not in every copy of the tests.
-        from common import environment, write_json
-
+        bench = _bench_common()
         outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error")}
         command = shlex.join(["python", "-m", "pytest", *map(str, terminalreporter.config.invocation_params.args)])
-        record = {**environment(("nvidia-cuda-nvrtc", "hypothesis", "atheris", "filelock")), "command": command}
-        write_json(path, {**record, **outcomes, "skipped": dict(reasons), **terminalreporter.config.stash[_RECORDS]})
+        record = {**bench.environment(("nvidia-cuda-nvrtc", "hypothesis", "atheris", "filelock")), "command": command}
+        bench.write_json(path, {**record, **outcomes, "skipped": dict(reasons), **terminalreporter.config.stash[_RECORDS]})
 
 
 @pytest.fixture(autouse=True)

@@ -130,20 +130,24 @@ def _tops(root: Path) -> list[tuple[Path, int]]:
 
 
 def _remove_tree(root: Path, top: Path) -> int:
-    status = top.lstat()
-    found = top.iterdir() if stat.S_ISDIR(status.st_mode) else [top / "no folder"]
-    if strange := {path.name.partition(".")[0] for path in found} - _FOLDERS:
-        reason = f"holds {', '.join(sorted(strange))}, which is none of a store's"
-        raise StoreError(path=str(top), reason=reason, fix="Name the root of a store, or remove the folder by hand")
     aside = root / f"{top.name.partition('.')[0]}.{secrets.token_hex(4)}"
-    top.rename(aside)
-    size_bytes = sum(status.st_size for _, status in _seen(aside.rglob("*")) if not stat.S_ISDIR(status.st_mode))
-    for _ in range(_ATTEMPTS - 1):
-        # A write that was under way when the folder was moved may still land in it.
-        with suppress(OSError):
+    size_bytes = 0
+    with suppress(FileNotFoundError):  # another process clears as well
+        found = top.iterdir() if stat.S_ISDIR(top.lstat().st_mode) else [top / "no folder"]
+        if strange := {path.name.partition(".")[0] for path in found} - _FOLDERS:
+            reason = f"holds {', '.join(sorted(strange))}, which is none of a store's"
+            raise StoreError(path=str(top), reason=reason, fix="Name the root of a store, or remove the folder by hand")
+        top.rename(aside)
+        size_bytes = sum(status.st_size for _, status in _seen(aside.rglob("*")) if not stat.S_ISDIR(status.st_mode))
+    for attempt in range(_ATTEMPTS):
+        try:
             shutil.rmtree(aside)
-            return size_bytes
-    shutil.rmtree(aside)
+        except FileNotFoundError:
+            break
+        except OSError:
+            # A write that was under way when the folder was moved may still land in it.
+            if attempt == _ATTEMPTS - 1:
+                raise
     return size_bytes
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from deepgemm_jit.errors import StoreError
 from deepgemm_jit.store.entry import Entry
 from deepgemm_jit.store.key import SCHEMA
-from deepgemm_jit.store.tree import TAKEN_OUT, Tree
+from deepgemm_jit.store.tree import TAKEN_OUT, Tree, files_in
 from deepgemm_jit.store.trust import DamagedError
 
 _TOP = re.compile(r"v([0-9]{1,9})(\.[0-9a-f]{8})?")
@@ -196,8 +196,8 @@ def _over(
 def _cleared(tree: Tree, now_s: float) -> int:
     """Remove what was set aside, and what a prune took out and then died; return how many bytes that was."""
     aside = list(_seen([tree.quarantine] if tree.quarantine.exists() and not tree.quarantine.is_dir() else []))
-    aside += _seen(tree.quarantine.glob("*"))
-    taken_out = _seen(tree.tmp.glob(f"*{TAKEN_OUT}"))
+    aside += _seen(files_in(tree.quarantine))
+    taken_out = _seen(path for path in files_in(tree.tmp) if path.suffix == TAKEN_OUT)
     aside += [(path, status) for path, status in taken_out if now_s - status.st_ctime > _TAKEN_OUT_OLD_S]
     return sum(status.st_size for path, status in aside if _remove(path))
 

@@ -59,8 +59,8 @@ def sweep(folder: Path, now_s: float) -> int:
     Raises:
         OSError: the folder cannot be read; a file that cannot be looked at or removed is left.
     """
-    freed_bytes = 0
-    with os.scandir(folder) as found:
+    freed_bytes, names = 0, []
+    with suppress(FileNotFoundError), os.scandir(folder) as found:
         names = [entry.name for entry in found if _NAME.fullmatch(entry.name)]
     for name in names:
         with suppress(OSError):

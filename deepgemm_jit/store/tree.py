@@ -22,10 +22,19 @@ from deepgemm_jit.store.trust import DamagedError, distrust, make_private_dir, r
 
 _T = TypeVar("_T")
 _SUFFIX = ".json"
+_PREFIX_DIGITS = 2
 TAKEN_OUT = ".removed"
 """Ends the names of files in ``tmp/`` that a prune has taken out and is about to remove."""
 _ATTEMPTS = 10
 _TAKEN_BY_A_FOLDER = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return what lies in a folder, sorted; nothing where there is none, as another process may have cleared it away."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 class Tree:
@@ -50,7 +59,7 @@ class Tree:
 
     def object_path(self, digest: str) -> Path:
         """Return the path of an object."""
-        return self.objects / digest[:2] / digest
+        return self.objects / digest[:_PREFIX_DIGITS] / digest
 
     def names(self, key: str = "") -> Iterator[tuple[Path, str, str]]:
         """Yield path, key and NVRTC version of the index entries, of one key or of all, sorted; other files are skipped."""
@@ -66,10 +75,10 @@ class Tree:
 
     def object_names(self) -> Iterator[tuple[Path, str]]:
         """Yield path and digest of the objects, sorted; other files are skipped."""
-        for folder in sorted(self.objects.glob("[0-9a-f][0-9a-f]")):
-            with suppress(NotADirectoryError, FileNotFoundError):
-                found = sorted(folder.iterdir())
-                yield from ((path, path.name) for path in found if is_digest(path.name) and path.name[:2] == folder.name)
+        for folder in files_in(self.objects):
+            for path in files_in(folder) if len(folder.name) == _PREFIX_DIGITS else ():
+                if is_digest(path.name) and path.name[:_PREFIX_DIGITS] == folder.name:
+                    yield path, path.name
 
     def folder_faults(self) -> Iterator[DamagedError]:
         """Yield the folders through which nothing is written, as others could change what lies there."""

@@ -136,8 +136,10 @@ def show(session: Session, name: str) -> Reply:
         "entry",
     )
     options = " ".join(request.options)
-    facts = Table(headings, rows) if rows else f"not built; {builder.warmup_command(spec.arch)} builds it"
-    packs = [found.path for found in opened.packs() if found.pack and request.key in {e.key for e in found.pack.entries}]
+    packed = [(f.path, e) for f in opened.packs() if f.pack for e in f.pack.entries if e.key == request.key]
+    packs = sorted({path for path, _ in packed})
+    unbuilt = "not in the store" if packed else f"not built; {builder.warmup_command(spec.arch)} builds it"
+    facts = Table(headings, rows) if rows else unbuilt
     # A damaged index entry says of no kernel that it is its own; its file name does.
     own = {index_name(entry) for entry in stored} | {file for file in damage if file.startswith(request.key)}
     bad = [{"entry": file, "reason": damage[file]} for file in sorted(own & damage.keys())]
@@ -164,7 +166,7 @@ def show(session: Session, name: str) -> Reply:
             f"request key: {request.key}",
             facts,
             *(f"damaged: {fault['entry']}: {fault['reason']}" for fault in bad),
-            *(f"in pack {path}" for path in packs),
+            *(f"in pack {path}, built by NVRTC {e.nvrtc_version}" for path, e in packed),
             "",
             request.source,
         ],

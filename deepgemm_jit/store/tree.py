@@ -226,8 +226,7 @@ class Tree:
 
     @staticmethod
     def _again(attempt: Callable[[], _T]) -> _T:
-        # The folder may be cleared away meanwhile, and a sweep may take a file for a leftover: before it is locked, or on a host
-        # that does not see our locks.
+        # The folder may be cleared away meanwhile, or the file be swept by a machine whose clock is a day ahead.
         for _ in range(_ATTEMPTS - 1):
             with suppress(FileNotFoundError):
                 return attempt()

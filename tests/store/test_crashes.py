@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -52,45 +51,85 @@ def test_the_next_writer_sweeps_what_the_dead_one_left(killed: Path, store: Stor
     assert list(killed.parent.iterdir()) == []
 
 
-def test_a_file_that_a_living_writer_is_at_is_left_alone(killed: Path, store: Store, sample: ModuleType) -> None:
-    with killed.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.utime(killed, (0, 0))
-        assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
-        assert killed.exists()
-        store.prune()
-        assert killed.exists()
+def named(file: Path, **changes: str) -> Path:
+    """Give a file in ``tmp/`` another writer: ``machine``, ``pid``, ``started``."""
+    parts = dict(zip(("machine", "pid", "started", "random"), file.name.split("-"), strict=True)) | changes
+    return file.rename(file.with_name("-".join(parts.values())))
+
+
+def is_swept(file: Path, age_s: float = 0) -> bool:
+    sweep(file.parent, file.stat().st_mtime + age_s)
+    return not file.exists()
+
+
+def test_a_file_that_a_living_writer_is_at_is_left_alone(
+    store: Store, sample: ModuleType, start: Callable[..., Any], cache_dir: Path
+) -> None:
+    writer = start("stop_before_rename")
+    assert writer.stdout.readline() == "stopping\n"
+    (file,) = (cache_dir / "v1/tmp").iterdir()
+    assert store.put(sample.KEY, sample.cubin_for("13.0"), spec_text=sample.SPEC.text)
     store.prune()
-    assert not killed.exists()
+    assert file.exists()
+    writer.communicate("go on\n")
+    assert store.get(sample.KEY, spec_text=sample.SPEC.text, nvrtc_version="13.5") == sample.cubin_for()
+    assert list(file.parent.iterdir()) == []
+
+
+def test_a_killed_writer_that_nobody_has_waited_for_is_dead(store: Store, start: Callable[..., Any], cache_dir: Path) -> None:
+    writer = start("stop_before_rename")
+    assert writer.stdout.readline() == "stopping\n"
+    (file,) = (cache_dir / "v1/tmp").iterdir()
+    writer.kill()
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    assert is_swept(file)
+
+
+@pytest.mark.parametrize(("age_s", "goes"), [(0, False), (DAY_S - 60, False), (DAY_S + 60, True)], ids=["new", "young", "old"])
+@pytest.mark.parametrize("who", ["another machine", "an unknown machine", "another user", "one that cannot be asked for"])
+def test_where_nobody_can_say_whether_the_writer_lives_its_age_decides_by_the_file_systems_own_clock(
+    killed: Path, monkeypatch: pytest.MonkeyPatch, who: str, age_s: float, goes: bool
+) -> None:
+    if who == "another machine":
+        file = named(killed, machine="0123456789abcdef")
+    elif who == "an unknown machine":
+        monkeypatch.setattr("deepgemm_jit.store.temp._machine", lambda: "0" * 16)
+        file = named(killed, machine="0" * 16)
+    else:
+        file = named(killed, pid=str(os.getpid()), started="1")
+
+        def refuse(pid: int, number: int) -> None:
+            raise PermissionError(errno.EPERM, "not yours")
+
+        if who == "another user":
+            monkeypatch.setattr(os, "kill", refuse)
+        else:  # no /proc
+            monkeypatch.setattr("deepgemm_jit.store.temp._started", lambda pid: None)
+    assert is_swept(file, age_s) is goes
+
+
+def test_a_process_of_the_same_number_that_started_at_another_time_is_another_one(killed: Path) -> None:
+    assert is_swept(named(killed, pid=str(os.getpid()), started="1"))
+
+
+def test_a_number_that_no_process_can_have_is_a_dead_one(killed: Path) -> None:
+    assert is_swept(named(killed, pid="9999999999"))
 
 
 def test_files_of_other_names_and_kinds_are_not_swept(killed: Path, store: Store, sample: ModuleType) -> None:
-    strangers = [killed.with_name(name) for name in ("notes", "a" * 31, "g" * 32)]
+    strangers = [killed.with_name(name) for name in ("notes", "a" * 32, killed.name + ".bak", killed.name.upper())]
     for stranger in strangers:
         stranger.write_text("?")
-    (killed.parent / ("a" * 32)).mkdir()
-    os.mkfifo(killed.parent / ("b" * 32))
-    (killed.parent / ("c" * 32)).symlink_to("/etc/hostname")
+    odd = [killed.with_name(f"{killed.name[:-1]}{digit}") for digit in set("0123456789abcdef") - {killed.name[-1]}][:3]
+    odd[0].mkdir()
+    os.mkfifo(odd[1])
+    odd[2].symlink_to("/etc/hostname")
     assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
     assert not killed.exists()
-    assert all(stranger.exists() for stranger in strangers)
-    assert len(list(killed.parent.iterdir())) == len(strangers) + 3
+    assert sorted(killed.parent.iterdir()) == sorted([*strangers, *odd])
 
 
-@pytest.mark.parametrize("failure", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EIO])
-@pytest.mark.parametrize(("age_s", "goes"), [(DAY_S - 60, False), (DAY_S + 60, True)], ids=["young", "old"])
-def test_where_locks_do_not_work_the_age_decides_by_the_file_systems_own_clock(
-    killed: Path, monkeypatch: pytest.MonkeyPatch, failure: int, age_s: int, goes: bool
-) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(failure, os.strerror(failure))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    sweep(killed.parent, killed.stat().st_mtime + age_s)
-    assert killed.exists() is not goes
-
-
-def test_a_writer_whose_file_is_swept_by_a_host_that_sees_no_locks_writes_it_again(
+def test_a_writer_whose_file_is_swept_all_the_same_writes_it_again(
     store: Store, sample: ModuleType, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, warnings: Callable[[], list[str]]
 ) -> None:
     replace, lost = Path.replace, []

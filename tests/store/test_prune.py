@@ -64,7 +64,9 @@ def test_leftovers_go(store: Store, put: Callable[..., Path], cache_dir: Path) -
     aside = cache_dir / "v1/quarantine"
     (aside / "folder/sub").mkdir(parents=True)
     (aside / "file").write_bytes(b"12345")
-    (cache_dir / "v1/tmp" / ("0" * 32)).write_bytes(b"left")
+    old = cache_dir / "v1/tmp" / f"{'0' * 16}-1-1-{'0' * 16}"
+    old.write_bytes(b"left")
+    os.utime(old, (0, 0))
     pruned = store.prune()
     assert files_in(cache_dir) == before
     assert list(aside.iterdir()) == list((cache_dir / "v1/tmp").iterdir()) == []

@@ -66,6 +66,21 @@ def put(die_before_rename: str = "0") -> None:
     print(Store.open(read_settings()).put(KEY, cubin_for(), spec_text=SPEC.text))
 
 
+def stop_before_rename() -> None:
+    """Put the sample, stopping before the first rename until a line comes."""
+    rename, stopped = Path.replace, []
+
+    def replace(self: Path, target: Path) -> Path:
+        if not stopped:
+            stopped.append(self)
+            print("stopping", flush=True)
+            sys.stdin.readline()
+        return rename(self, target)
+
+    Path.replace = replace  # type: ignore[method-assign]
+    put()
+
+
 def put_at_once() -> None:
     """Say so when ready, wait for a line, then put the sample."""
     store = Store.open(read_settings())

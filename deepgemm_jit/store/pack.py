@@ -26,10 +26,11 @@ from deepgemm_jit.store.entry import Entry, check_schema, json_of, malformed
 from deepgemm_jit.store.key import SCHEMA, parsed_version
 from deepgemm_jit.store.trust import DamagedError, believe, open_to_others, opened
 
-MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-MAX_PACK_BYTES = 2**31
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+"""Thousands of kernels; keeps what somebody made of nested nothings from filling the memory."""
+MAX_PACK_BYTES = 512 * 1024 * 1024
 MAX_OBJECTS = 2**15
-"""Limits below those from which on a zip looks different."""
+"""Below the number from which on a zip looks different, as is the size."""
 
 _MANIFEST = "manifest.json"
 _MAX_VERSION_LETTERS = 100
@@ -71,7 +72,7 @@ class Pack:
 
 
 def read_pack(path: Path, *, from_package: bool = False) -> Pack:
-    """Read the manifest of a pack; at most 16 MiB are read, however large the file is.
+    """Read the manifest of a pack; at most 4 MiB are read, however large the file is.
 
     Args:
         path: the file. Whoever named it trusts its owner; that its group or others may write to it is refused.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import tempfile
 from pathlib import Path
 
 import atheris
@@ -58,8 +57,7 @@ def main() -> None:
     seeds = {"entry": [ENTRY.to_json()], "pack": [PACK, manifest_of(PACK)]}[what]
     for number, seed in enumerate(seeds):
         (corpus / f"seed{number}").write_bytes(seed)
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    path = folder / "fuzzed.pack"
+    path = corpus.with_name("fuzzed.pack")
     options = [
         f"-runs={runs}",
         f"-timeout={int(HANG_S)}",

@@ -134,6 +134,17 @@ def test_a_user_without_passwd_line_and_home_builds_and_keeps(
     assert all(told.startswith("store: ") and "deepgemm_jit-cache" in told for told in answer["told"])
 
 
+def test_the_stores_of_two_users_are_the_same_bytes(build_as_other: Callable[..., dict[str, Any]], open_dir: Path) -> None:
+    ours, theirs = open_dir / "ours", open_dir / "tmp/theirs"
+    build(CAST, read_settings(cache_dir=ours))
+    build_as_other(DEEPGEMM_JIT_CACHE_DIR=str(theirs), TZ="Asia/Tokyo")
+    contents = [
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()} for root in (ours, theirs)
+    ]
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 2
+
+
 def test_a_home_of_ones_own_without_passwd_line_is_used(build_as_other: Callable[..., dict[str, Any]], open_dir: Path) -> None:
     (open_dir / "home").mkdir()
     os.chown(open_dir / "home", OTHER_UID, OTHER_UID)

@@ -80,8 +80,8 @@ def prune(
     doomed: list[_Indexed] = []
     staying: list[_Indexed] = []
     for each in sorted(index, key=lambda each: each.used_s):
-        goes = each.entry is None or (unused_s is not None and now_s - each.used_s > unused_s)
-        (doomed if goes and each.path.name != keep else staying).append(each)
+        is_old = unused_s is not None and now_s - each.used_s > unused_s and each.path.name != keep
+        (doomed if each.entry is None or is_old else staying).append(each)
     if max_bytes is not None:
         doomed += _over(max_bytes, staying, objects, keep)
     gone = {each.path: each for each in doomed if _remove(tree.take_out(each.path, each.status))}
@@ -142,6 +142,7 @@ def _remove_tree(root: Path, top: Path) -> int:
     for attempt in range(_ATTEMPTS):
         try:
             shutil.rmtree(aside)
+            break
         except FileNotFoundError:
             break
         except OSError:

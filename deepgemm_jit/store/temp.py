@@ -25,16 +25,20 @@ _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def written(folder: Path, data: bytes) -> Iterator[Path]:
+def written(folder: Path, data: bytes, mode: int = 0o644) -> Iterator[Path]:
     """Write ``data`` to a new file, flushed to disk, and give its path; it is gone after the block unless that moves it away.
+
+    Args:
+        folder: where it is written.
+        data: its content.
+        mode: its mode, less the umask.
 
     Raises:
         OSError: it could not be written.
     """
     pid = os.getpid()
     temp = folder / f"{_machine()}-{pid}-{_started(pid) or 0}-{secrets.token_hex(8)}"
-    # 0644 inside a root of 0700: a root that its owner opens with one chmod then serves other users.
-    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(data)

@@ -47,6 +47,9 @@ class Tree:
 
     def __init__(self, root: Path, *, trusted: bool) -> None:
         self._trusted = trusted
+        # For readers, inside a root of 0700: one chmod of it by its owner serves other users. Where all who may write are
+        # trusted, their umask decides, so that a group can fill one store.
+        self._folder_mode, self._file_mode = (0o777, 0o666) if trusted else (0o755, 0o644)
         self._top = root / f"v{SCHEMA}"
         self.kernels = self._top / "kernels"
         self.objects = self._top / "objects"
@@ -215,13 +218,13 @@ class Tree:
     def _write_once(self, path: Path, data: bytes) -> None:
         self._make_dir(path.parent)
         self._make_dir(self.tmp)
-        with written(self.tmp, data) as temp:
+        with written(self.tmp, data, self._file_mode) as temp:
             self._move(temp, path)
 
     def _probe(self) -> float:
         for folder in (self.kernels, self.objects, self.tmp):
             self._make_dir(folder)
-        with written(self.tmp, b"") as temp:
+        with written(self.tmp, b"", self._file_mode) as temp:
             return temp.stat().st_mtime
 
     @staticmethod
@@ -247,7 +250,7 @@ class Tree:
         else:
             make_private_dir(folder.parent)  # whoever removed it meanwhile
         try:
-            folder.mkdir(0o755)
+            folder.mkdir(self._folder_mode)
         except FileExistsError:
             status = folder.lstat()
             if not self._trusted and (reason := distrust(status)):
@@ -255,4 +258,4 @@ class Tree:
             if not stat.S_ISDIR(status.st_mode) and not folder.is_dir():
                 # Not into quarantine, which may be what this is about. Names with a dot are none of a store's.
                 folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}"))
-                folder.mkdir(0o755)
+                folder.mkdir(self._folder_mode)

@@ -49,7 +49,7 @@ class Profile:
 
 PROFILES = {
     "quick": Profile("quick", rounds=4, processes=16, kills=100, examples=2_000, fuzz_runs=20_000),
-    "nightly": Profile("nightly", rounds=50, processes=64, kills=1_000, examples=100_000, fuzz_runs=1_000_000),
+    "nightly": Profile("nightly", rounds=50, processes=64, kills=1_000, examples=100_000, fuzz_runs=300_000),
 }
 _RECORDS = pytest.StashKey[dict[str, Any]]()
 

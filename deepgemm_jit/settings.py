@@ -33,6 +33,15 @@ def _parse_path(text: str) -> Path:
     return path
 
 
+def _parse_paths(text: str) -> tuple[Path, ...]:
+    if not text.strip():
+        raise _Meaningless("absolute paths of files, with : between them (unset the variable for none)")
+    try:
+        return tuple(_parse_path(part) for part in text.split(os.pathsep))
+    except _Meaningless:
+        raise _Meaningless("absolute paths of files, with : between them") from None
+
+
 def _parse_policy(text: str) -> CompilePolicy:
     for policy in COMPILE_POLICIES:
         if text == policy:
@@ -84,11 +93,22 @@ class Settings:
     """A file that gets a line for each kernel that run time asked for and no warm-up had built."""
     trust_root: Path | None = _setting(None, _parse_path)
     """A store root to trust although another user owns it."""
+    packs: tuple[Path, ...] = _setting((), _parse_paths)
+    """Read-only packs that serve what the store does not hold, in this order; whoever names them trusts their owners."""
+    cache_max_bytes: int | None = _setting(None, _parse_count)
+    """Most that the store may hold; what was used longest ago goes first. Default: no limit."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
         """Return where the value of ``name`` came from: "default", "argument" or the variable's name."""
         return self.origins.get(name, "default")
+
+
+def setting_text(value: Any) -> str | None:
+    """Return the text that a variable has to hold for a value; None when it is one that no variable gives."""
+    if isinstance(value, tuple):
+        return os.pathsep.join(map(str, value)) or None
+    return None if value is None else str(value)
 
 
 def setting_names() -> tuple[str, ...]:

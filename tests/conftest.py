@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +28,60 @@ if importlib.util.find_spec("hypothesis") is not None:
     # No deadline: a test never fails for being slow. "nightly" looks ten times as long for the same faults.
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=100)
     hypothesis.settings.register_profile("nightly", deadline=None, max_examples=1000)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long the tests look that could go on for ever."""
+
+    name: str
+    rounds: int
+    """Cold rounds of eight processes that start at once."""
+    processes: int
+    """Processes of the one round of many."""
+    kills: int
+    """Writers that are killed while others read."""
+    examples: int
+    """Generated index entries, and as many packs."""
+    fuzz_runs: int
+    """Inputs of the coverage-guided fuzzer, for each parser."""
+
+
+PROFILES = {
+    "quick": Profile("quick", rounds=4, processes=16, kills=100, examples=2_000, fuzz_runs=20_000),
+    "nightly": Profile("nightly", rounds=50, processes=64, kills=1_000, examples=100_000, fuzz_runs=300_000),
+}
+_RECORDS = pytest.StashKey[dict[str, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that choose how long to look and where to keep what was counted."""
+    parser.addoption("--profile", choices=PROFILES, default="quick", help="how long the tests look (CI: quick)")
+    parser.addoption("--record", type=Path, metavar="FILE", help="keep what the tests counted in a JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the profile to hypothesis too."""
+    config.stash[_RECORDS] = {}
+    if importlib.util.find_spec("hypothesis") is not None:
+        hypothesis.settings.load_profile(config.getoption("--profile"))
+
+
+@pytest.fixture
+def profile(request: pytest.FixtureRequest) -> Profile:
+    """How long to look."""
+    return PROFILES[request.config.getoption("--profile")]
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keep counts under a name, for ``--record``."""
+
+    def keep(name: str, **counts: Any) -> None:
+        request.config.stash[_RECORDS][name] = counts
+
+    return keep
+
 
 # Asks the driver in a process of its own, so that the tests' process is one in which CUDA was never started.
 _PROBE = """
@@ -73,11 +130,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError("a test belongs to exactly one ring of " + ", ".join(RINGS) + ":\n" + "\n".join(homeless))
 
 
+def _bench_common() -> Any:
+    """Load what benchmarks share, by its path: their folder has modules of the names of ours."""
+    path = Path(__file__).parents[1] / "bench" / "common.py"
+    spec = importlib.util.spec_from_file_location("bench_common", path)
+    assert spec and spec.loader
+    module = sys.modules["bench_common"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was skipped and why, one line per reason: ``-rs`` has one per place, hundreds of them without a GPU."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"skipped {count}: {reason}")
+    path = terminalreporter.config.getoption("--record")
+    if path is not None:
+        bench = _bench_common()
+        outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error")}
+        command = shlex.join(["python", "-m", "pytest", *map(str, terminalreporter.config.invocation_params.args)])
+        record = {**bench.environment(("nvidia-cuda-nvrtc", "hypothesis", "atheris", "filelock")), "command": command}
+        bench.write_json(path, {**record, **outcomes, "skipped": dict(reasons), **terminalreporter.config.stash[_RECORDS]})
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import resource
 import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +72,98 @@ def test_the_command_for_a_kernel_that_is_not_built_names_the_store_that_the_env
         Builder(settings(root)).build(CAST)
     expected = ["deepgemm-jit", "warmup", "--arch", "sm_90a", *(["--cache-dir", str(root)] if named else [])]
     assert shlex.split(refused.value.command) == expected
+
+
+def failing(path: Path, failure: int, *, from_call: int = 0, calls: int = 10**9) -> Callable[..., Any]:
+    """Return an ``os.open`` that fails for files below ``path``: a number of calls, from one on."""
+    real, seen = os.open, itertools.count()
+
+    def run(name: Any, *args: Any, **kwargs: Any) -> int:
+        if str(name).startswith(str(path)) and from_call <= next(seen) < from_call + calls:
+            raise OSError(failure, os.strerror(failure), str(name))
+        return real(name, *args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("failure", [errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EXDEV])
+def test_who_loses_the_race_to_publish_has_its_own_kernel_and_does_not_read_back(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: int
+) -> None:
+    def lose(self: Path, target: Path) -> Path:
+        raise OSError(failure, os.strerror(failure), str(self))
+
+    monkeypatch.setattr(Path, "replace", lose)
+    builder = Builder()
+    assert builder.store.root == cache_dir
+    # A client of a network file system may not see for a minute what another host has published.
+    for folder in ("kernels", "objects"):
+        monkeypatch.setattr(os, "open", failing(cache_dir / "v1" / folder, errno.ENOENT))
+    built = [builder.build(CAST) for _ in range(2)]
+    assert [each.outcome for each in built] == ["compiled", "cached"]
+    assert built[0].cubin == built[1].cubin
+    assert len(caplog.records) == 1
+    assert f"errno {failure}" in caplog.text
+
+
+def test_busy_leftovers_and_a_stale_handle_cost_a_warning_at_most_and_the_next_build_hits(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self))
+
+    monkeypatch.setattr(Path, "unlink", busy)
+    builder = Builder()
+    assert builder.build(CAST).stored
+    assert caplog.records == []
+    with monkeypatch.context() as once:
+        once.setattr(os, "open", failing(cache_dir / "v1/kernels", errno.ESTALE, calls=1))
+        first = Builder().build(CAST)
+    assert first.cubin == builder.build(CAST).cubin
+    assert Builder().build(CAST).outcome == "cached"
+    assert len(caplog.records) == 1
+
+
+def test_a_holder_that_is_too_slow_is_named_and_the_kernel_compiled_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    slow, builder = Builder(), Builder(read_settings(lock_timeout_s=0.2))
+    with slow.store.lock(slow.request(CAST).key) as held:
+        assert held
+        built = builder.build(CAST)
+    assert (built.outcome, built.stored) == ("compiled", True)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for fact in (CAST.name, f"pid {os.getpid()}", socket.gethostname(), ".lock", "gave up after"):
+        assert fact in told
+
+
+def test_a_warm_start_needs_no_compiler_and_keeps_the_name_of_the_kernel(tmp_path: Path) -> None:
+    cubin = Builder().build(CAST).cubin
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/__init__.py").write_text("raise ImportError('no CUDA package here')\n")
+    code = (
+        "import sys, deepgemm_jit as dj; from deepgemm_jit.spec import KernelSpec\n"
+        "cubin = dj.build(KernelSpec.from_text(sys.argv[1]))\n"
+        "print(cubin.entry, cubin.digest, 'cuda.bindings' in sys.modules)"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-c", code, CAST.text]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": search})
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == [CAST.name, cubin.digest, "False"]
+
+
+def test_a_process_without_descriptors_gets_its_kernel_and_one_warning(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Really: no file can be opened any more. What NVRTC needs is open by then."""
+    nvrtc_info()
+    Builder().build(next(spec for spec in kernel_set("sm_90a") if spec != CAST))  # its builtins library, too
+    builder = Builder()
+    builder.request(CAST)
+    assert builder.store.root == cache_dir
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        built = [builder.build(CAST) for _ in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [(each.outcome, each.stored) for each in built] == [("compiled", False), ("cached", False)]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"errno {errno.EMFILE}" in told and str(cache_dir) in told

@@ -57,7 +57,10 @@ def test_every_error_is_listed() -> None:
     assert listed - {"DeepGemmJitError"} == {cls.__name__ for cls in tree if not cls.__subclasses__()}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/multi-device.md"])
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/cache.md", "docs/multi-device.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_of_the_repository(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepgemm_jit.errors import SettingError
-from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names
+from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names, setting_text
 
 pytestmark = pytest.mark.none
 
@@ -23,12 +23,17 @@ ACCEPTED = [
     ("COMPILE", "never", "never"),
     ("JOBS", "1", 1),
     ("JOBS", "64", 64),
+    ("PACKS", "/opt/a b.pack", (Path("/opt/a b.pack"),)),
+    ("PACKS", "/opt/a.pack:/srv/b.pack", (Path("/opt/a.pack"), Path("/srv/b.pack"))),
+    ("CACHE_MAX_BYTES", "1000000000", 1_000_000_000),
     ("LOCK_TIMEOUT_S", "0", 0.0),
     ("LOCK_TIMEOUT_S", "2.5", 2.5),
 ]
 REFUSED = [
     *(("COMPILE", text) for text in ("", "0", "1", "false", "true", "off", "NEVER", "Auto", " never", "never ", "yes please")),
     *(("JOBS", text) for text in ("", "0", "-1", "+2", "two", "1.5", "1e3", " 2", "٣", "²", "0x2", "1_0")),
+    *(("PACKS", text) for text in ("", " ", "a.pack", "/a.pack:", ":/a.pack", "/a.pack::/b.pack", "/a.pack:b.pack")),
+    *(("CACHE_MAX_BYTES", text) for text in ("", "0", "-1", "1G", "1e9", "1.5")),
     *(("LOCK_TIMEOUT_S", text) for text in ("", "-1", "nan", "inf", "-inf", "ten", "1s")),
     *(("AUDIT", text) for text in ("", " ", "audit.jsonl", "./audit.jsonl", "~/audit.jsonl", "/var/log/")),
     *((name, text) for name in ("CACHE_DIR", "LOCK_DIR", "TRUST_ROOT") for text in ("", " ", "store", "./store", "~/store")),
@@ -50,6 +55,16 @@ def test_a_meaningless_value_is_refused_with_what_is_needed(name: str, text: str
     assert refusal.value.value == text
     assert refusal.value.needed in str(refusal.value)
     assert refusal.value.needed
+
+
+@pytest.mark.parametrize(("name", "text", "value"), ACCEPTED)
+def test_a_value_is_written_for_another_process_as_it_is_read(name: str, text: str, value: object) -> None:
+    assert read_settings({PREFIX + name: setting_text(value) or ""}) == read_settings({PREFIX + name: text})
+
+
+def test_defaults_that_no_variable_gives_have_no_text() -> None:
+    written = {name: setting_text(getattr(Settings(), name)) for name in setting_names()}
+    assert {name for name, text in written.items() if text is not None} == {"compile", "lock_timeout_s"}
 
 
 def test_an_unknown_variable_is_refused_and_the_known_ones_are_listed() -> None:

@@ -6,6 +6,8 @@ import click
 
 from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.cli.doctor import doctor
+from deepgemm_jit.cli.housekeeping import clear, prune
+from deepgemm_jit.cli.packs import pack
 from deepgemm_jit.cli.planning import kernels, plan
 from deepgemm_jit.cli.stored import list_, show, verify
 from deepgemm_jit.cli.terminal import Program
@@ -21,5 +23,5 @@ def main() -> None:
     """
 
 
-for _command in (kernels, plan, warmup, verify, list_, show, doctor):
+for _command in (kernels, plan, warmup, verify, list_, show, pack, prune, clear, doctor):
     main.add_command(_command)

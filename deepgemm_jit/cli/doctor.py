@@ -15,8 +15,9 @@ import click
 from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.builder import Builder, check_loadable
 from deepgemm_jit.cli.output import Opened, Reply, Session, command, open_store
+from deepgemm_jit.cli.packs import CheckedPack, checked_pack
 from deepgemm_jit.errors import DeepGemmJitError, StoreError, UnsupportedError
-from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names
+from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names, setting_text
 from deepgemm_jit.spec import ARCHES, arch_of, kernel_set
 from deepgemm_jit.store import Entry
 from deepgemm_jit.store.location import NAME_ANOTHER, Location, locate, lock_dir_path
@@ -74,8 +75,10 @@ def _checks(session: Session) -> Iterator[Check]:
     yield _check("headers", lambda: _headers(builder))
     yield from machine_checks(_driver_report())
     yield _store(opened)
+    packs = [checked_pack(found) for found in builder.store.packs()]
+    yield from (_pack(pack) for pack in packs)
     yield _locks(settings)
-    entries = opened.entries() if isinstance(opened, Opened) else []
+    entries = [*(opened.entries() if isinstance(opened, Opened) else []), *(e for pack in packs for e in pack.entries)]
     yield from (_kernels(builder, entries, arch) for arch in ARCHES)
 
 
@@ -105,6 +108,8 @@ def _settings(settings: Settings, place: Location) -> str:
         "jobs": settings.jobs or len(os.sched_getaffinity(0)),
         "audit": settings.audit or "none",
         "trust_root": settings.trust_root or "none",
+        "packs": setting_text(settings.packs) or "none",
+        "cache_max_bytes": settings.cache_max_bytes or "no limit",
     }
     lines = []
     for name in setting_names():
@@ -179,6 +184,14 @@ def _store(opened: Opened | StoreError) -> Check:
     return Check("store", False, f"{place.text}; {failure.removeprefix(f'store {root} ')}", NAME_ANOTHER)
 
 
+def _pack(pack: CheckedPack) -> Check:
+    detail = f"{pack.path} (from {pack.origin})"
+    if not pack.reason:
+        return Check("pack", True, f"{detail}: {len(pack.entries)} kernels")
+    fix = "Make or fetch it again, make it readable for this user and writable for its owner only, or name it no longer"
+    return Check("pack", False, f"{detail} is ignored: {pack.reason}", fix)
+
+
 def _may_write(root: Path | None) -> bool:
     # By right, not by trying: a full disk can be written by right, and is a fault.
     folders = [] if root is None else [root, *root.glob("*"), *root.glob("*/*")]
@@ -202,4 +215,4 @@ def _kernels(builder: Builder, entries: list[Entry], arch: str) -> Check:
     built = len(keys & {entry.key for entry in entries})
     # What is missing is compiled on first use, unless the policy forbids it.
     ok = built == len(keys) or builder.settings.compile != "never"
-    return Check(name, ok, f"{built} of {len(keys)} are in the store", "" if ok else builder.warmup_command(arch))
+    return Check(name, ok, f"{built} of {len(keys)} are in the store or a pack", "" if ok else builder.warmup_command(arch))

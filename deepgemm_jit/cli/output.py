@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepgemm_jit.builder import Builder
 from deepgemm_jit.cli.terminal import say, shown
 from deepgemm_jit.errors import DeepGemmJitError
 from deepgemm_jit.settings import Settings, read_settings
-from deepgemm_jit.store import Damage, Entry
+from deepgemm_jit.store import Damage, Entry, FoundPack
 from deepgemm_jit.store.location import Location, locate
 
 
@@ -32,6 +32,24 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class Examined:
+    """What lies in a store: entries whose objects are sound, and what cannot be used."""
+
+    sound: list[Entry]
+    damage: list[Damage]
+
+    @property
+    def checked(self) -> int:
+        """Entries that were looked at."""
+        return len(self.sound) + len({found.index_name for found in self.damage if found.index_name})
+
+    @property
+    def bad(self) -> list[dict[str, str]]:
+        """How JSON shows the damage."""
+        return [{"path": str(found.path), "reason": found.reason} for found in self.damage]
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """A store to look at; where ``is_there`` is False its folder is missing, and the builder's store must not be asked."""
 
@@ -43,9 +61,14 @@ class Opened:
         """Return the well-formed entries."""
         return list(self.builder.store.entries()) if self.is_there else []
 
-    def damage(self) -> list[Damage]:
-        """Return what cannot be used."""
-        return self.builder.store.verify() if self.is_there else []
+    def examined(self) -> Examined:
+        """Check every file and return what is sound and what is not."""
+        found = self.builder.store.examine() if self.is_there else []
+        return Examined([each for each in found if isinstance(each, Entry)], [each for each in found if isinstance(each, Damage)])
+
+    def packs(self) -> tuple[FoundPack, ...]:
+        """Return the packs that serve beside the store."""
+        return self.builder.store.packs()
 
 
 def open_store(settings: Settings) -> Opened:
@@ -126,6 +149,20 @@ def command(function: Callable[..., Reply]) -> Callable[..., None]:
 def count(number: int, one: str, many: str = "") -> str:
     """Return "1 kernel", "2 kernels"; ``many`` where the plural is not one with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def entry_payload(entry: Entry) -> dict[str, Any]:
+    """Return how JSON shows an entry."""
+    return {
+        "name": entry.entry,
+        "arch": entry.arch,
+        "spec": entry.spec,
+        "nvrtc_version": entry.nvrtc_version,
+        "key": entry.key,
+        "digest": entry.digest,
+        "size_bytes": entry.size_bytes,
+        "facts": asdict(entry.facts),
+    }
 
 
 def _lines(part: str | Table) -> Iterator[str]:

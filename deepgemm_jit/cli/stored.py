@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from deepgemm_jit.cli.audited import compare_audit
-from deepgemm_jit.cli.output import Reply, Session, Table, command, count, open_store
+from deepgemm_jit.cli.output import Reply, Session, Table, command, count, entry_payload, open_store
+from deepgemm_jit.cli.packs import checked_pack
 from deepgemm_jit.cli.planning import PlanOptions, arch_option, model_options
 from deepgemm_jit.cli.terminal import say
 from deepgemm_jit.errors import StoreError
@@ -40,14 +40,15 @@ def verify(session: Session, arch: str | None, audit: Path | None, **options: An
         bad = [{"path": error.path, "reason": str(error)}]
         say(f"Error: {error}", err=True)
         return Reply({"ok": False, "checked": 0, "bad": bad, "missing": []}, (), ok=False)
-    entries, damage = opened.entries(), opened.damage()
-    # An entry that names a damaged object is as bad as one that is damaged itself.
-    bad_files = {found.path.name for found in damage}
-    sound = {entry.key for entry in entries if not {entry.digest, _index_name(entry)} & bad_files}
-    checked = len({*map(_index_name, entries), *(name for name in bad_files if name.endswith(".json"))})
-    bad = [{"path": str(found.path), "reason": found.reason} for found in damage]
+    examined = opened.examined()
+    packs = [checked_pack(found) for found in opened.packs()]
+    # A kernel of a pack is as good as one of the store.
+    sound = {entry.key for entry in (*examined.sound, *(entry for pack in packs for entry in pack.entries))}
+    checked = examined.checked
+    bad = [*examined.bad, *({"path": str(pack.path), "reason": pack.reason} for pack in packs if pack.reason)]
 
     parts: list[str | Table] = [f"store: {opened.place.text}", f"{count(checked, 'entry', 'entries')} checked, {len(bad)} bad"]
+    parts += [f"pack: {pack.path} (from {pack.origin}), {count(len(pack.entries), 'kernel')}" for pack in packs]
     if bad:
         parts.append(Table(("bad", "reason"), [(fault["path"], fault["reason"]) for fault in bad]))
     missing = []
@@ -75,9 +76,11 @@ def verify(session: Session, arch: str | None, audit: Path | None, **options: An
 @click.command(name="list")
 @command
 def list_(session: Session) -> Reply:
-    """List the entries of the store."""
+    """List what the store holds, what is damaged, and the packs beside it."""
     opened = open_store(session.settings())
-    entries = sorted(opened.entries(), key=lambda entry: (entry.entry, entry.nvrtc_version, entry.key))
+    examined = opened.examined()
+    entries = sorted(examined.sound, key=lambda entry: (entry.entry, entry.nvrtc_version, entry.key))
+    packs = [checked_pack(found) for found in opened.packs()]
     total_bytes = sum({entry.digest: entry.size_bytes for entry in entries}.values())
     rows = [
         (
@@ -91,9 +94,23 @@ def list_(session: Session) -> Reply:
         for e in entries
     ]
     return Reply(
-        {"store": str(opened.place.root), "entries": [_entry_payload(entry) for entry in entries], "size_bytes": total_bytes},
+        {
+            "store": str(opened.place.root),
+            "entries": [entry_payload(entry) for entry in entries],
+            "size_bytes": total_bytes,
+            "bad": examined.bad,
+            "packs": [
+                {"path": str(pack.path), "origin": pack.origin, "kernels": len(pack.entries), "reason": pack.reason}
+                for pack in packs
+            ],
+        },
         [
             Table(("kernel", "NVRTC", "registers", "spill bytes", "size bytes", "request key"), rows),
+            Table(("damaged, built again on next use", "reason"), [(found.path, found.reason) for found in examined.damage]),
+            Table(
+                ("pack", "from", "kernels", "why it is ignored"),
+                [(pack.path, pack.origin, len(pack.entries), pack.reason) for pack in packs],
+            ),
             f"store: {opened.place.text}",
             f"{count(len(entries), 'entry', 'entries')}, {total_bytes / 2**20:.1f} MiB of cubins",
         ],
@@ -108,6 +125,7 @@ def show(session: Session, name: str) -> Reply:
     opened = open_store(session.settings())
     builder = opened.builder
     stored = [entry for entry in opened.entries() if entry.entry == name]
+    damage = {found.index_name: found.reason for found in opened.examined().damage}
     spec = _spec_for(name, stored)
     request = builder.request(spec)
     dynamic_bytes = dynamic_shared_memory_bytes(spec)
@@ -119,7 +137,7 @@ def show(session: Session, name: str) -> Reply:
             e.facts.local_memory_bytes,
             f"{e.facts.spill_store_bytes} + {e.facts.spill_load_bytes}",
             e.size_bytes,
-            "current" if e.key == request.key else "of other sources",
+            "damaged" if index_name(e) in damage else "current" if e.key == request.key else "of other sources",
         )
         for e in stored
     ]
@@ -133,7 +151,13 @@ def show(session: Session, name: str) -> Reply:
         "entry",
     )
     options = " ".join(request.options)
-    facts = Table(headings, rows) if rows else f"not built; {builder.warmup_command(spec.arch)} builds it"
+    packed = [(f.path, e) for f in opened.packs() if f.pack for e in f.pack.entries if e.key == request.key]
+    packs = sorted({path for path, _ in packed})
+    unbuilt = "not in the store" if packed else f"not built; {builder.warmup_command(spec.arch)} builds it"
+    facts = Table(headings, rows) if rows else unbuilt
+    # A damaged index entry says of no kernel that it is its own; its file name does.
+    own = {index_name(entry) for entry in stored} | {file for file in damage if file.startswith(request.key)}
+    bad = [{"entry": file, "reason": damage[file]} for file in sorted(own & damage.keys())]
     return Reply(
         {
             "name": spec.name,
@@ -142,10 +166,25 @@ def show(session: Session, name: str) -> Reply:
             "key": request.key,
             "options": list(request.options),
             "dynamic_shared_memory_bytes": dynamic_bytes,
-            "entries": [{**_entry_payload(entry), "current": entry.key == request.key} for entry in stored],
+            "entries": [
+                {**entry_payload(entry), "current": entry.key == request.key, "sound": index_name(entry) not in damage}
+                for entry in stored
+            ],
+            "bad": bad,
+            "packs": [str(path) for path in packs],
             "source": request.source,
         },
-        [spec.name, f"spec: {spec.text}", f"options: {options}", f"request key: {request.key}", facts, "", request.source],
+        [
+            spec.name,
+            f"spec: {spec.text}",
+            f"options: {options}",
+            f"request key: {request.key}",
+            facts,
+            *(f"damaged: {fault['entry']}: {fault['reason']}" for fault in bad),
+            *(f"in pack {path}, built by NVRTC {e.nvrtc_version}" for path, e in packed),
+            "",
+            request.source,
+        ],
     )
 
 
@@ -160,18 +199,6 @@ def _spec_for(name: str, stored: list[Entry]) -> KernelSpec:
     raise click.BadParameter(f"no kernel is called {name!r}; {hint}", param_hint="NAME")
 
 
-def _index_name(entry: Entry) -> str:
+def index_name(entry: Entry) -> str:
+    """Return the file name of an entry."""
     return f"{entry.key}.{entry.nvrtc_version}.json"
-
-
-def _entry_payload(entry: Entry) -> dict[str, Any]:
-    return {
-        "name": entry.entry,
-        "arch": entry.arch,
-        "spec": entry.spec,
-        "nvrtc_version": entry.nvrtc_version,
-        "key": entry.key,
-        "digest": entry.digest,
-        "size_bytes": entry.size_bytes,
-        "facts": asdict(entry.facts),
-    }

@@ -144,7 +144,11 @@ def _bindings() -> Any:
 
 def _package_error(package: str, module: str, cause: ImportError) -> ToolchainError:
     # `from cuda import x` says the same of a module that is missing and of one that fails, as `cuda` is a namespace.
-    if isinstance(cause, ModuleNotFoundError) or find_spec(module) is None:
+    try:
+        missing = isinstance(cause, ModuleNotFoundError) or find_spec(module) is None
+    except ImportError:  # of the parent package
+        missing = False
+    if missing:
         return ToolchainError(missing=f"package {package}", looked_for=module, fix=_FIX)
     return ToolchainError(missing=f"package {package} is broken ({cause}) and", looked_for=module, fix=_FIX_BROKEN_BINDINGS)
 

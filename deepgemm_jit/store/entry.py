@@ -21,6 +21,7 @@ _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 _C_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
 _MAX_FACT = 2**31 - 1
 _MAX_TEXT = 4096
+_MAX_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ class Entry:
         pairs = (("spec", self.spec, spec.text), ("arch", self.arch, spec.arch), ("entry", self.entry, spec.name))
         return [f"{what} is {given!r}; the spec asks for {needed!r}" for what, given, needed in pairs if given != needed]
 
-    def to_json(self) -> bytes:
-        """Return the one canonical text of this entry, with a digest of itself."""
-        body = {
+    def body(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, in the one order."""
+        return {
             "schema": SCHEMA,
             "key": self.key,
             "object": {"sha256": self.digest, "size_bytes": self.size_bytes},
@@ -102,30 +103,20 @@ class Entry:
             "options": list(self.options),
             "facts": asdict(self.facts),
         }
-        # The object's digest says nothing about the facts beside it: a flipped bit in "registers" would be believed.
-        return _dumped({**body, "sha256": hashlib.sha256(_dumped(body)).hexdigest()})
 
     @classmethod
-    def from_json(cls, data: bytes) -> Entry:
-        """Read an entry; accepts exactly what :meth:`to_json` writes.
+    def from_body(cls, body: object) -> Entry:
+        """Read the fields as JSON has them; unknown ones are for the caller to refuse.
 
         Raises:
-            OperandError: ``data`` is anything else.
+            OperandError: one is missing or not well formed.
         """
-        if len(data) > MAX_ENTRY_BYTES:
-            raise _malformed(f"is {len(data)} bytes long; the limit is {MAX_ENTRY_BYTES}")
-        try:
-            # RecursionError: deep nesting; ValueError: not JSON, not UTF-8, or a number of thousands of digits.
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise _malformed(f"is not JSON ({type(error).__name__})") from None
         if not isinstance(body, dict):
-            raise _malformed("is not a JSON object")
-        if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
-            raise _malformed(f"has schema {body.get('schema')!r}; this library reads schema {SCHEMA}")
+            raise malformed("is not a JSON object")
+        check_schema(body)
         try:
             stored, facts = body["object"], body["facts"]
-            entry = cls(
+            return cls(
                 key=body["key"],
                 digest=stored["sha256"],
                 size_bytes=stored["size_bytes"],
@@ -137,19 +128,62 @@ class Entry:
                 facts=CubinFacts(**{field.name: facts[field.name] for field in fields(CubinFacts)}),
             )
         except (KeyError, TypeError) as error:
-            raise _malformed(f"lacks a field or has one of another type ({error})") from None
+            raise malformed(f"lacks a field or has one of another type ({error})") from None
+
+    def to_json(self) -> bytes:
+        """Return the one canonical text of this entry, with a digest of itself."""
+        body = self.body()
+        # The object's digest says nothing about the facts beside it: a flipped bit in "registers" would be believed.
+        return _dumped({**body, "sha256": hashlib.sha256(_dumped(body)).hexdigest()})
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Entry:
+        """Read an entry; accepts exactly what :meth:`to_json` writes.
+
+        Raises:
+            OperandError: ``data`` is anything else.
+        """
+        entry = cls.from_body(json_of(data, MAX_ENTRY_BYTES))
         # One comparison covers unknown and repeated fields, another order or spacing, and the entry's own digest.
         if entry.to_json() != data:
-            raise _malformed("is not in canonical form or does not match its own digest")
+            raise malformed("is not in canonical form or does not match its own digest")
         return entry
+
+
+def json_of(data: bytes, limit_bytes: int) -> Any:
+    """Parse bytes that may be anything.
+
+    Raises:
+        OperandError: they are too many, or not JSON.
+    """
+    if len(data) > limit_bytes:
+        raise malformed(f"is {len(data)} bytes long; the limit is {limit_bytes}")
+    try:
+        # RecursionError: deep nesting; ValueError: not JSON, not UTF-8, or a number of thousands of digits.
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise malformed(f"is not JSON ({type(error).__name__})") from None
+
+
+def check_schema(body: dict[str, Any]) -> None:
+    """Refuse what has another schema: equal means equal, no prefix, no text, no float.
+
+    Raises:
+        OperandError: it has.
+    """
+    if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
+        given = body.get("schema")
+        shown = repr(given)[:_MAX_SHOWN] if isinstance(given, int | float | str | None) else f"a {type(given).__name__}"
+        raise malformed(f"has schema {shown}; this library reads schema {SCHEMA}")
+
+
+def malformed(reason: str) -> OperandError:
+    """Return the refusal of a text that is no entry or manifest of ours."""
+    return OperandError(operation="store entry", faults=[reason])
 
 
 def _dumped(body: dict[str, Any]) -> bytes:
     return json.dumps(body, indent=1).encode("ascii") + b"\n"
-
-
-def _malformed(reason: str) -> OperandError:
-    return OperandError(operation="store entry", faults=[reason])
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:

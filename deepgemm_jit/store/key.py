@@ -25,6 +25,12 @@ def is_nvrtc_version(value: object) -> bool:
     return isinstance(value, str) and _VERSION.fullmatch(value) is not None
 
 
+def parsed_version(version: str) -> tuple[int, int]:
+    """Return major and minor of a well-formed NVRTC version, by which versions sort."""
+    major, minor = version.split(".")
+    return int(major), int(minor)
+
+
 def request_key(*, arch: str, source: str, headers: Mapping[str, str], entry: str, options: Sequence[str]) -> str:
     """Return the request key: SHA-256 in hex over everything the compiler sees, and nothing else.
 

@@ -170,8 +170,9 @@ def _open_root(candidate: _Candidate, *, trusted: bool, create: bool) -> None:
     _open_dir(candidate, trusted=trusted, create=create)
     top = root / f"v{SCHEMA}"
     # Said here once, not by each look-up of a kernel.
-    if top.exists() and not top.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(top))
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(top.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(top))
 
 
 def _open_dir(candidate: _Candidate, *, trusted: bool, create: bool) -> None:

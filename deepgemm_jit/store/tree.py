@@ -6,18 +6,35 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store.entry import MAX_ENTRY_BYTES, Entry
 from deepgemm_jit.store.key import SCHEMA, is_digest, is_nvrtc_version
-from deepgemm_jit.store.trust import DamagedError, distrust, read_file
+from deepgemm_jit.store.temp import sweep, written
+from deepgemm_jit.store.trust import DamagedError, distrust, make_private_dir, read_file
 
+_T = TypeVar("_T")
 _SUFFIX = ".json"
+_PREFIX_DIGITS = 2
+TAKEN_OUT = ".removed"
+"""Ends the names of files in ``tmp/`` that a prune has taken out and is about to remove."""
+_ATTEMPTS = 10
 _TAKEN_BY_A_FOLDER = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return what lies in a folder, sorted; nothing where there is none, as another process may have cleared it away."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 class Tree:
@@ -30,6 +47,9 @@ class Tree:
 
     def __init__(self, root: Path, *, trusted: bool) -> None:
         self._trusted = trusted
+        # For readers, inside a root of 0700: one chmod of it by its owner serves other users. Where all who may write are
+        # trusted, their umask decides, so that a group can fill one store.
+        self._folder_mode, self._file_mode = (0o777, 0o666) if trusted else (0o755, 0o644)
         self._top = root / f"v{SCHEMA}"
         self.kernels = self._top / "kernels"
         self.objects = self._top / "objects"
@@ -42,28 +62,46 @@ class Tree:
 
     def object_path(self, digest: str) -> Path:
         """Return the path of an object."""
-        return self.objects / digest[:2] / digest
+        return self.objects / digest[:_PREFIX_DIGITS] / digest
 
-    def names(self) -> Iterator[tuple[Path, str, str]]:
-        """Yield path, key and NVRTC version of the index entries, sorted; other files are skipped."""
+    def names(self, key: str = "") -> Iterator[tuple[Path, str, str]]:
+        """Yield path, key and NVRTC version of the index entries, of one key or of all, sorted; other files are skipped."""
         try:
-            found = sorted(self.kernels.iterdir())
+            with os.scandir(self.kernels) as folder:
+                found = sorted(file.name for file in folder if file.name.startswith(key) and file.name.endswith(_SUFFIX))
         except FileNotFoundError:
             return
-        for path in found:
-            key, _, version = path.name.removesuffix(_SUFFIX).partition(".")
-            if path.suffix == _SUFFIX and is_digest(key) and is_nvrtc_version(version):
-                yield path, key, version
+        for name in found:
+            found_key, _, version = name.removesuffix(_SUFFIX).partition(".")
+            if is_digest(found_key) and is_nvrtc_version(version):
+                yield self.kernels / name, found_key, version
+
+    def object_names(self) -> Iterator[tuple[Path, str]]:
+        """Yield path and digest of the objects, sorted; other files are skipped."""
+        for folder in files_in(self.objects):
+            for path in files_in(folder) if len(folder.name) == _PREFIX_DIGITS else ():
+                if is_digest(path.name) and path.name[:_PREFIX_DIGITS] == folder.name:
+                    yield path, path.name
+
+    def folder_faults(self) -> Iterator[DamagedError]:
+        """Yield the folders through which nothing is written, as others could change what lies there."""
+        for folder in (self._top, self.kernels, self.objects, self.tmp, self.quarantine):
+            with suppress(FileNotFoundError):
+                status = folder.lstat()
+                if not stat.S_ISDIR(status.st_mode) and not (self._trusted and folder.is_dir()):
+                    yield DamagedError(folder, "is a symbolic link" if folder.is_symlink() else "is not a folder", status)
+                elif not self._trusted and (reason := distrust(status)):
+                    yield DamagedError(folder, reason, status)
 
     def load_entry(self, key: str, nvrtc_version: str, spec: KernelSpec | None = None) -> Entry:
-        """Read one index entry; with ``spec``, one of another spec is damaged.
+        """Read one index entry; with ``spec``, one of another spec is damaged. Without, it is looked at and not used.
 
         Raises:
             DamagedError: it is not to be used.
             FileNotFoundError: there is none.
         """
         path = self.index_path(key, nvrtc_version)
-        data, status = read_file(path, MAX_ENTRY_BYTES, trusted=self._trusted)
+        data, status = self._read(path, MAX_ENTRY_BYTES) if spec else self._look_at(path)
         try:
             entry = Entry.from_json(data)
         except OperandError as error:
@@ -74,88 +112,150 @@ class Tree:
             raise DamagedError(path, "; ".join(faults), status)
         return entry
 
-    def load_object(self, entry: Entry) -> bytes:
-        """Read the object of an entry and check its size and digest.
+    def load_cubin(self, entry: Entry) -> Cubin:
+        """Read the object of an entry and check that it is what the entry says: size, digest, arch and kernel.
 
         Raises:
-            DamagedError: it is not what the entry commits.
+            DamagedError: it is not.
             FileNotFoundError: there is none.
         """
         path = self.object_path(entry.digest)
-        image, status = read_file(path, entry.size_bytes, trusted=self._trusted)
+        image, status = self._read(path, entry.size_bytes)
         if len(image) != entry.size_bytes:
             raise DamagedError(path, f"has {len(image)} bytes; its entry says {entry.size_bytes}", status)
         if hashlib.sha256(image).hexdigest() != entry.digest:
             raise DamagedError(path, "does not have the SHA-256 it is named by", status)
-        return image
+        cubin = entry.cubin(image)
+        if faults := cubin.faults():
+            # The object is what its name says; the entry that commits it to this kernel is wrong.
+            index = self.index_path(entry.key, entry.nvrtc_version)
+            raise DamagedError(index, "; ".join(faults), index.lstat())
+        return cubin
 
     def publish(self, entry: Entry, image: bytes) -> None:
         """Write the object and then the entry that commits it; each appears whole or not at all."""
+        path = self.object_path(entry.digest)
         # An object that is there already is written again: whether it is sound is not known, and asking costs as much.
-        self._write(self.object_path(entry.digest), image)
+        self._write(path, image)
         self._write(self.index_path(entry.key, entry.nvrtc_version), entry.to_json())
+        # A prune that saw no entry of this object yet may have removed it; it looks for entries again after that (prune.py).
+        if not os.path.lexists(path):
+            self._write(path, image)
 
-    def probe(self) -> None:
-        """Write and remove a file where :meth:`publish` would write; raises what keeps it from doing so."""
-        for folder in (self.kernels, self.objects):
-            self._make_dir(folder)
-        self._remove(self._write_temp(b""))
+    def probe(self) -> float:
+        """Write and remove a file where :meth:`publish` would write; raises what keeps it from doing so.
+
+        Returns:
+            The time by the clock of the file system, seconds since the epoch.
+        """
+        return self._again(self._probe)
+
+    def sweep(self, now_s: float | None = None) -> int:
+        """Remove what dead writers left and return how many bytes that was; raises OSError where nothing can be written."""
+        return sweep(self.tmp, self.probe() if now_s is None else now_s)
+
+    def take_out(self, path: Path, status: os.stat_result) -> Path | None:
+        """Move a file that was seen with ``status`` out of the way; return where it is, or None when another had its name."""
+        aside = self.tmp / f"{secrets.token_hex(16)}{TAKEN_OUT}"
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return None
+        with suppress(FileNotFoundError):  # cleared away meanwhile
+            found = aside.lstat()
+            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
+                return aside
+            self.put_back(aside, path)
+        return None
+
+    @staticmethod
+    def put_back(aside: Path, path: Path) -> None:
+        """Give a file its name again, unless another one has it by now."""
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            aside.unlink()
+        except OSError:  # no hard links here
+            aside.rename(path)
+        else:
+            aside.unlink()
 
     def set_aside(self, damaged: DamagedError) -> Path | None:
         """Move a damaged file into quarantine; return its new path, or None when another file had taken its name."""
         self._make_dir(self.quarantine)
         aside = self.quarantine / f"{damaged.path.name}.{secrets.token_hex(4)}"
-        damaged.path.rename(aside)
+        try:
+            damaged.path.rename(aside)
+        except FileNotFoundError:
+            return None
         status = aside.lstat()
         if (status.st_dev, status.st_ino) == damaged.identity:
             return aside
-        # Another process had replaced the damaged file by a sound one since we read it: put that back.
-        aside.rename(damaged.path)
+        # Another process had replaced the damaged file by a sound one since we read it.
+        self.put_back(aside, damaged.path)
         return None
 
+    def _read(self, path: Path, limit_bytes: int, extra_flags: int = 0) -> tuple[bytes, os.stat_result]:
+        try:
+            return read_file(path, limit_bytes, trusted=self._trusted, extra_flags=extra_flags)
+        except NotADirectoryError:
+            for folder in (self.kernels, self.objects, path.parent):
+                with suppress(FileNotFoundError):
+                    if not stat.S_ISDIR((status := folder.lstat()).st_mode) and not folder.is_dir():
+                        raise DamagedError(folder, "is not a folder", status) from None
+            raise
+
+    def _look_at(self, path: Path) -> tuple[bytes, os.stat_result]:
+        # A list must not make every entry look used: prune goes by that time. The flag is for owners only.
+        try:
+            return self._read(path, MAX_ENTRY_BYTES, os.O_NOATIME)
+        except PermissionError:
+            return self._read(path, MAX_ENTRY_BYTES)
+
     def _write(self, path: Path, data: bytes) -> None:
+        self._again(lambda: self._write_once(path, data))
+
+    def _write_once(self, path: Path, data: bytes) -> None:
         self._make_dir(path.parent)
-        temp = self._write_temp(data)
-        try:
-            try:
-                temp.replace(path)
-            except OSError as error:
-                if error.errno not in _TAKEN_BY_A_FOLDER or not path.is_dir():
-                    raise
-                self.set_aside(DamagedError(path, "is a folder", path.lstat()))
-                temp.replace(path)
-        except BaseException:
-            self._remove(temp)
-            raise
-
-    def _write_temp(self, data: bytes) -> Path:
         self._make_dir(self.tmp)
-        temp = self.tmp / secrets.token_hex(16)
-        # 0644 inside a root of 0700: a root that its owner opens with one chmod then serves other users.
-        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                # Without this a power cut can leave the new name with none of the bytes.
-                os.fsync(file.fileno())
-        except BaseException:
-            self._remove(temp)
-            raise
-        return temp
+        with written(self.tmp, data, self._file_mode) as temp:
+            self._move(temp, path)
 
-    def _make_dir(self, folder: Path) -> None:
-        parent = folder.parent
-        if folder != self._top:
-            self._make_dir(parent)
-        try:
-            folder.mkdir(0o755)
-        except FileExistsError:
-            if not self._trusted and (reason := distrust(folder.lstat())):
-                raise PermissionError(errno.EACCES, f"the folder {reason}", str(folder)) from None
+    def _probe(self) -> float:
+        for folder in (self.kernels, self.objects, self.tmp):
+            self._make_dir(folder)
+        with written(self.tmp, b"", self._file_mode) as temp:
+            return temp.stat().st_mtime
 
     @staticmethod
-    def _remove(temp: Path) -> None:
-        # Best effort: a busy temporary file on a network file system must not undo work that is done.
-        with suppress(OSError):
-            temp.unlink()
+    def _again(attempt: Callable[[], _T]) -> _T:
+        # The folder may be cleared away meanwhile, or the file be swept by a machine whose clock is a day ahead.
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(FileNotFoundError):
+                return attempt()
+        return attempt()
+
+    def _move(self, temp: Path, path: Path) -> None:
+        try:
+            temp.replace(path)
+        except OSError as error:
+            if error.errno not in _TAKEN_BY_A_FOLDER or not path.is_dir():
+                raise
+            self.set_aside(DamagedError(path, "is a folder", path.lstat()))
+            temp.replace(path)
+
+    def _make_dir(self, folder: Path) -> None:
+        if folder != self._top:
+            self._make_dir(folder.parent)
+        else:
+            make_private_dir(folder.parent)  # whoever removed it meanwhile
+        try:
+            folder.mkdir(self._folder_mode)
+        except FileExistsError:
+            status = folder.lstat()
+            if not self._trusted and (reason := distrust(status)):
+                raise PermissionError(errno.EACCES, f"the folder {reason}", str(folder)) from None
+            if not stat.S_ISDIR(status.st_mode) and not folder.is_dir():
+                # Not into quarantine, which may be what this is about. Names with a dot are none of a store's.
+                folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}"))
+                folder.mkdir(self._folder_mode)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,43 +33,78 @@ def distrust(status: os.stat_result) -> str | None:
         return "is a symbolic link"
     if status.st_uid not in (user, 0):
         return f"is owned by uid {status.st_uid}, who is neither this user (uid {user}) nor root"
+    return open_to_others(status)
+
+
+def open_to_others(status: os.stat_result) -> str | None:
+    """Return why the mode of a file or folder lets others change it, or None."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by its group or by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 
-def read_file(path: Path, limit_bytes: int, *, trusted: bool) -> tuple[bytes, os.stat_result]:
-    """Return the content of ``path`` and its status, checked on the open file so that no swap comes between.
+def believe(_status: os.stat_result) -> None:
+    """Find no fault: the user named this file or its root as trusted."""
+
+
+@contextmanager
+def opened(
+    path: Path, *, follow: bool, distrust: Callable[[os.stat_result], str | None], extra_flags: int = 0
+) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file to read and give its descriptor and status, checked on the open file: no swap comes between.
 
     Args:
-        path: the file; a symbolic link is followed only when ``trusted``.
-        limit_bytes: the most that will be read.
-        trusted: skip the checks of owner, mode and links (the user named this root in ``TRUST_ROOT``).
+        path: the file.
+        follow: whether it may be a symbolic link.
+        distrust: returns why a file with this status must not be read, or None.
+        extra_flags: further flags of the open.
 
     Raises:
-        DamagedError: not a regular file, too large, or not to be trusted.
+        DamagedError: not a regular file, a link that must not be followed, or not to be trusted.
         OSError: not there, or not readable.
     """
     # O_NONBLOCK: opening a planted FIFO must not wait for a writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if trusted else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW) | extra_flags
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedError(path, "is a symbolic link", path.lstat()) from None
+        # A link that is not followed, a socket, a device without a driver.
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV) and not stat.S_ISREG((status := path.lstat()).st_mode):
+            what = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a regular file"
+            raise DamagedError(path, what, status) from None
         raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(path, "is not a regular file", status)
-        if not trusted and (reason := distrust(status)):
+        if reason := distrust(status):
             raise DamagedError(path, reason, status)
+        yield descriptor, status
+    finally:
+        # What was read is read, whatever a close of a network file system says.
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def read_file(path: Path, limit_bytes: int, *, trusted: bool, extra_flags: int = 0) -> tuple[bytes, os.stat_result]:
+    """Return the content of ``path`` and its status.
+
+    Args:
+        path: the file; a symbolic link is followed only when ``trusted``.
+        limit_bytes: the most that will be read.
+        trusted: skip the checks of owner, mode and links (the user named this root in ``TRUST_ROOT``).
+        extra_flags: further flags of the open.
+
+    Raises:
+        DamagedError: not a regular file, too large, or not to be trusted.
+        OSError: not there, or not readable.
+    """
+    doubt = believe if trusted else distrust
+    with opened(path, follow=trusted, distrust=doubt, extra_flags=extra_flags) as (descriptor, status):
         if status.st_size > limit_bytes:
             raise DamagedError(path, f"has {status.st_size} bytes, more than the {limit_bytes} expected", status)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(limit_bytes + 1), status
-    finally:
-        os.close(descriptor)
 
 
 def make_private_dir(path: Path) -> None:

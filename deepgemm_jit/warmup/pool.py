@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
 
-from deepgemm_jit.settings import PREFIX, Settings, setting_names
+from deepgemm_jit.settings import PREFIX, Settings, setting_names, setting_text
 from deepgemm_jit.spec import KernelSpec
 
 WORKER_COMMAND = ("-P", "-m", "deepgemm_jit.warmup.worker")
@@ -225,9 +225,9 @@ def _environment(settings: Settings) -> dict[str, str]:
     # nothing to say.
     settings = replace(settings, compile="auto")
     for name in setting_names():
-        value = getattr(settings, name)
-        if value is not None:
-            environment[PREFIX + name.upper()] = str(value)
+        text = setting_text(getattr(settings, name))
+        if text is not None:
+            environment[PREFIX + name.upper()] = text
     # The worker must import the package that runs here, wherever the caller has it from.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path or _working_dir() for path in sys.path)))
     return environment

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.none
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 DEEPSEEK = MODELS / "deepseek-v3"
-COMMANDS = ("kernels", "plan", "warmup", "verify", "list", "show", "doctor")
+COMMANDS = ("kernels", "plan", "warmup", "verify", "list", "show", "prune", "clear", "doctor")
+PACK_COMMANDS = ("create", "inspect", "install")
 KERNEL = kernel_set("sm_90a")[0].name
 IN_PROCESS: dict[str, list[str]] = {
     "kernels": ["kernels", "--arch", "sm_90a"],
@@ -28,6 +29,8 @@ IN_PROCESS: dict[str, list[str]] = {
     "verify": ["verify"],
     "list": ["list"],
     "show": ["show", KERNEL],
+    "prune": ["prune"],
+    "clear": ["clear"],
 }
 
 Run = Callable[..., Result]
@@ -83,15 +86,16 @@ def test_every_command_prints_one_object_for_programs(answer: Answer, command: s
     answer(*IN_PROCESS[command])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_json_and_cache_dir(run: Run, command: str) -> None:
-    text = run(command, "--help").stdout
+@pytest.mark.parametrize("command", [*((name,) for name in COMMANDS), *(("pack", name) for name in PACK_COMMANDS)], ids=" ".join)
+def test_every_command_takes_json_and_cache_dir(run: Run, command: tuple[str, ...]) -> None:
+    text = run(*command, "--help").stdout
     assert "--json" in text
     assert "--cache-dir" in text
 
 
 def test_the_commands_are_those_that_do_something() -> None:
-    assert set(main.commands) == set(COMMANDS)
+    assert set(main.commands) == {*COMMANDS, "pack"}
+    assert set(main.commands["pack"].commands) == set(PACK_COMMANDS)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deepgemm_jit.cubin import Cubin, CubinFacts
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.store import Entry, Store
@@ -220,6 +221,41 @@ def test_an_object_of_another_cubin_is_set_aside(filled: Store, cache_dir: Path,
     object_file(cache_dir).write_bytes(image[:-1] + bytes([image[-1] ^ 0xFF]))
     assert get(filled, sample) is None
     assert list((cache_dir / "v1/objects").glob("*/*")) == []
+
+
+@pytest.mark.parametrize("lie", ["arch", "kernel", "machine", "not ELF"])
+def test_a_cubin_that_is_not_what_its_entry_says_never_reaches_the_driver(
+    store: Store, cache_dir: Path, sample: ModuleType, warnings: Callable[[], list[str]], lie: str
+) -> None:
+    header = {
+        "arch": sample.elf_for("sm_100a", sample.SPEC.name),
+        "kernel": sample.elf_for("sm_90a", sample.OTHER_SPEC.name),
+        "machine": b"\x7fELF\x02\x01".ljust(18, b"\0") + b"\x3e\0".ljust(60, b"\0"),
+        "not ELF": b"payload" * 20,
+    }[lie]
+    cubin = replace(sample.cubin_for(), image=header + b"payload")
+    cache_dir.mkdir(mode=0o700)
+    # Whoever wrote this knows the format and signs with right digests.
+    Tree(cache_dir, trusted=False).publish(Entry.for_cubin(sample.KEY, cubin, sample.SPEC.text), cubin.image)
+    assert len(store.verify()) == 1
+    assert get(store, sample) is None
+    assert get(store, sample) is None
+    (told,) = warnings()
+    assert str(cache_dir / "v1/kernels") in told and "image" in told
+    assert list((cache_dir / "v1/kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["scale_layout.nvrtc-12.9.cubin", "scale_layout.nvrtc-13.5.cubin"])
+def test_real_cubins_of_both_abis_are_told_from_those_of_other_archs_and_kernels(name: str) -> None:
+    image = (Path(__file__).parents[1] / "data/cubins" / name).read_bytes()
+    entry = next(word.decode() for word in image.split(b"\0") if word.startswith(b"sm_90a_scale_layout"))
+    facts = CubinFacts(1, 0, 0, 0, 0)
+
+    def faults(arch: str, entry: str) -> int:
+        return len(Cubin(image, arch, entry, "13.5", (), facts).faults())
+
+    assert [faults("sm_90a", entry), faults("sm_90", entry), faults("sm_100a", entry), faults("sm_9", entry)] == [0, 0, 1, 1]
+    assert [faults("sm_90a", entry[:-1]), faults("sm_90a", entry + "x"), faults("sm_89", "f")] == [1, 1, 2]
 
 
 def test_every_read_is_checked_not_only_the_first(filled: Store, cache_dir: Path, sample: ModuleType) -> None:

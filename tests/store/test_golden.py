@@ -10,6 +10,7 @@ from deepgemm_jit.resources import data_dir
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store import Store, request_key
+from deepgemm_jit.store.pack import pack_bytes
 
 pytestmark = pytest.mark.none
 
@@ -58,3 +59,21 @@ def test_the_writer_still_writes_the_golden_bytes(golden: Path, tmp_path: Path) 
     assert Store.open(read_settings(cache_dir=again)).put(KEY, cubin, spec_text=SPEC.text)
     for path in (Path("v1/kernels") / f"{KEY}.13.5.json", Path("v1/objects/ab") / DIGEST):
         assert (again / path).read_bytes() == (data_dir("cache") / "golden" / path).read_bytes()
+
+
+PACK = data_dir("cache") / "golden" / "v1.pack"
+
+
+def test_the_golden_pack_of_schema_1_is_served(golden: Path, cache_dir: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "v1.pack"
+    pack.write_bytes(PACK.read_bytes())
+    pack.chmod(0o644)
+    cubin = Store.open(read_settings()).get(KEY, spec_text=SPEC.text)
+    served = Store.open(read_settings(cache_dir=tmp_path / "empty", packs=(pack,))).get(KEY, spec_text=SPEC.text)
+    assert cubin is not None
+    assert served == cubin
+
+
+def test_the_writer_still_writes_the_golden_pack(golden: Path) -> None:
+    store = Store.open(read_settings())
+    assert pack_bytes("0.1.0", list(store.entries()), lambda entry: store.load(entry).image) == PACK.read_bytes()

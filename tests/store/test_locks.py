@@ -126,6 +126,13 @@ def test_the_lock_file_is_the_same_over_many_cycles(store: Store, sample: Module
     assert len(inodes) == 1
 
 
+def test_a_store_under_another_path_is_the_same_store(cache_dir: Path, sample: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "mounted elsewhere").symlink_to(cache_dir.parent)
+    other = opened(cache_dir=tmp_path / "mounted elsewhere" / cache_dir.name, lock_timeout_s=0)
+    with opened().lock(sample.KEY) as held, other.lock(sample.KEY) as also_held:
+        assert (held, also_held) == (True, False)
+
+
 def test_an_error_in_the_build_passes_and_the_lock_is_free(store: Store, sample: ModuleType) -> None:
     with pytest.raises(ZeroDivisionError), store.lock(sample.KEY):
         raise ZeroDivisionError
@@ -170,7 +177,9 @@ def test_a_store_that_no_process_could_read_makes_no_lock_file(cache_dir: Path, 
     assert not lock_dir.exists()
 
 
-@pytest.mark.parametrize("failure", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    "failure", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL, errno.ESTALE, errno.EPERM]
+)
 def test_where_locking_does_not_work_the_build_goes_on_with_one_warning(
     store: Store, sample: ModuleType, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], failure: int
 ) -> None:

@@ -264,3 +264,45 @@ def test_a_store_of_another_user_is_refused(
     assert get(store, sample) is None
     assert f"owned by uid {OTHER_UID}" in str(store.write_failure())
     assert get(Store.open(read_settings(cache_dir=root, trust_root=root)), sample) == sample.cubin_for()
+
+
+def test_users_of_a_trusted_root_fill_one_store(
+    open_dir: Path, sample: ModuleType, as_other_user: Callable[[Callable[[], Any]], Any]
+) -> None:
+    root = open_dir / "shared"
+    root.mkdir()
+    root.chmod(0o777)
+
+    def fill(version: str) -> bool:
+        os.umask(0)
+        store = Store.open(read_settings(cache_dir=root, trust_root=root))
+        cubin = sample.cubin_for(version)
+        return store.put(sample.KEY, cubin, spec_text=sample.SPEC.text) and store.verify() == []
+
+    umask = os.umask(0)
+    try:
+        assert fill("13.0")
+        assert as_other_user(lambda: fill("13.5"))
+        assert as_other_user(lambda: fill("13.0"))  # in the place of the other's
+        assert fill("13.5")
+    finally:
+        os.umask(umask)
+    store = Store.open(read_settings(cache_dir=root, trust_root=root))
+    assert [entry.nvrtc_version for entry in store.entries()] == ["13.0", "13.5"]
+    assert get(store, sample) == sample.cubin_for()
+
+
+def test_the_umask_decides_below_a_trusted_root_and_never_opens_another(cache_dir: Path, sample: ModuleType) -> None:
+    umask = os.umask(0o002)
+    try:
+        modes = []
+        for settings in (
+            read_settings(),
+            read_settings(cache_dir=cache_dir.with_name("trusted"), trust_root=cache_dir.with_name("trusted")),
+        ):
+            assert put(Store.open(settings), sample)
+            paths = [path for path in settings.cache_dir.rglob("*") if "objects" in path.parts]
+            modes.append({path.stat().st_mode & 0o777 for path in paths})
+    finally:
+        os.umask(umask)
+    assert modes == [{0o755, 0o644}, {0o775, 0o664}]

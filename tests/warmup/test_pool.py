@@ -208,8 +208,10 @@ def test_workers_run_under_the_effective_settings_and_no_others(
 ) -> None:
     misbehaving("answer = dict(error=json.dumps({k: v for k, v in os.environ.items() if 'DEEPGEMM' in k}), peak_bytes=0)")
     monkeypatch.setenv("DEEPGEMM_JIT_JOBS", "5")
-    settings = read_settings({}, cache_dir=tmp_path / "mine", compile=policy)
+    packs = (tmp_path / "a.pack", tmp_path / "b.pack")
+    settings = read_settings({}, cache_dir=tmp_path / "mine", compile=policy, packs=packs)
     error = outcomes(settings=settings)[BAD.name].error
+    assert f'"DEEPGEMM_JIT_PACKS": "{packs[0]}:{packs[1]}"' in error
     assert str(tmp_path / "mine") in error
     assert "DEEPGEMM_JIT_JOBS" not in error
     # Compiles of a warm-up are wanted, so nobody is to be warned of them or kept from them.

@@ -13,6 +13,7 @@ import torch
 
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
+from deepgemm_jit.ops.gemm import ALIGNMENT, NARROW_ALIGNMENTS, get_mk_alignment_for_contiguous_layout
 from deepgemm_jit.ops.launching import call_on, column_stride, empty_m_major, kernel_for, run, run_gemm
 from deepgemm_jit.ops.library import define
 from deepgemm_jit.ops.weights import Activation, Experts, activation_for
@@ -42,10 +43,7 @@ from deepgemm_jit.spec import (
 )
 
 MAX_TOP_K = 16
-_ALIGNMENT = 128
 _ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENTS = (16, 32, 64)
-"""Groups start at multiples of the first that holds the rows of an expert, so that a tile is not mostly padding."""
 
 
 def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -251,15 +249,15 @@ def _check(
 def _capacity(tokens: int, top_k: int, experts: int) -> int:
     """Return rows enough for any routing: every expert that is hit may end in a tile that is all padding but for one row."""
     pairs = tokens * top_k
-    return checks.round_up(pairs + torch.sym_min(pairs, experts) * (_ALIGNMENT - 1), _ALIGNMENT)  # type: ignore[no-untyped-call]
+    return checks.round_up(pairs + torch.sym_min(pairs, experts) * (ALIGNMENT - 1), ALIGNMENT)  # type: ignore[no-untyped-call]
 
 
 def _layout(pairs: int, experts: int, narrow: bool) -> tuple[int, int]:
     """Return the alignment of groups, and the rows that selection counts on: those of pairs spread evenly."""
     hit = min(pairs, experts)
     rows = checks.ceil_div(pairs, hit)
-    alignments = _ALIGNMENTS if narrow else _ALIGNMENTS[-1:]
-    alignment = next((alignment for alignment in alignments if rows <= alignment), _ALIGNMENT)
+    proposed = get_mk_alignment_for_contiguous_layout(rows)
+    alignment = proposed if narrow else max(proposed, NARROW_ALIGNMENTS[-1])
     return alignment, hit * checks.round_up(rows, alignment)
 
 

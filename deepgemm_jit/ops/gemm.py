@@ -20,13 +20,26 @@ Scaled: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A tensor and its scales: dequantized value = stored value x scale."""
 
 ALIGNMENT = 128
+NARROW_ALIGNMENTS = (16, 32, 64)
+"""For groups of few rows, so that a tile is not mostly padding; below 64 for FP8 with a scale per block only."""
 _FP8 = ("e4m3", "e4m3", "bf16")
 _BF16 = ("bf16", "bf16", "bf16")
 
 
-def get_mk_alignment_for_contiguous_layout() -> int:
-    """Return the multiple of rows at which groups start in the contiguous layouts, unless a call says otherwise."""
-    return ALIGNMENT
+def get_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+    """Return the multiple of rows at which groups start in the contiguous layouts, unless a call says otherwise.
+
+    Args:
+        expected_m: rows to expect in a group of an FP8 call; with it, the alignment that pads such a group least while its tile
+            still holds it, which is then to be given to the calls.
+
+    Raises:
+        OperandError: no whole number.
+    """
+    if expected_m is None:
+        return ALIGNMENT
+    rows = checks.whole_number("get_mk_alignment_for_contiguous_layout", "expected_m", expected_m)
+    return next((alignment for alignment in NARROW_ALIGNMENTS if rows <= alignment), ALIGNMENT)
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out: torch.Tensor) -> None:
@@ -97,7 +110,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         m_indices: (M,) int32, the group of each row, negative for rows of none; with ``use_psum_layout`` (G,) int32, the end row
             of each group, which starts at the first multiple of ``alignment`` after the end before.
         use_psum_layout: read ``m_indices`` as end rows.
-        alignment: 64, 128 or a multiple.
+        alignment: a multiple of 16; see :func:`get_mk_alignment_for_contiguous_layout`.
 
     Every block reads ``m_indices`` as it goes: nothing else may write it until the call is done on the device.
 

@@ -199,6 +199,17 @@ def test_group_data_of_another_kind_is_refused(layout: str, name: str, shape: An
         assert faults_of(layout, operands(layout) | {name: torch.empty(shape, dtype=dtype)}) == (text,)
 
 
+@pytest.mark.parametrize(
+    ("expected_m", "alignment"), [(None, 128), (0, 16), (1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128), (9999, 128)]
+)
+def test_the_alignment_proposed_for_a_group_is_that_of_the_first_tile_that_holds_it(
+    expected_m: int | None, alignment: int
+) -> None:
+    assert ops.get_mk_alignment_for_contiguous_layout(expected_m) == alignment
+    with pytest.raises(OperandError, match="expected_m must be a whole number"):
+        ops.get_mk_alignment_for_contiguous_layout(1.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("alignment", [-128, 0, 1, 8, 100])
 def test_an_alignment_that_no_tile_divides_is_refused(alignment: int) -> None:
     with FakeTensorMode():

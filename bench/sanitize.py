@@ -37,7 +37,7 @@ FOUND = 86
 """Exit status by which the tool says that it found something."""
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) .*$", re.MULTILINE)
 
-M, N, K, GROUPS, MAX_M = 300, 200, 528, 3, 150
+M, N, K, GROUPS, MAX_M = 300, 264, 528, 3, 150
 INDEX = [0] * 128 + [2] * 100 + [-1] * 28 + [1] * 44
 ENDS = [100, 128, 300]
 COUNTS = [0, 77, 150]

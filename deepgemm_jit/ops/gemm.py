@@ -185,7 +185,8 @@ def m_grouped_fp8_gemm_nt_masked(a: Scaled, b: Scaled, out: torch.Tensor, masked
         a: (G, M, K) float8_e4m3fn and (G, M, ceil(K / 128)) float32 scales, row-major or M-major per group.
         b: (G, N, K) float8_e4m3fn and (G, ceil(N / 128), ceil(K / 128)) float32 scales.
         out: (G, M, N) bfloat16.
-        masked_m: (G,) int32 on the device, rows used of each group, 0 to M.
+        masked_m: (G,) int32 on the device, rows used of each group, 0 to M. Every block reads it as it starts: nothing else may
+            write it until the call is done on the device.
         expected_m: rows to expect in a group; a hint for the choice of kernel, never a bound.
 
     Raises:

@@ -12,6 +12,7 @@ from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
 from deepgemm_jit.spec import GemmProblem, KernelSpec, selected
+from deepgemm_jit.spec.kernel_set import blocks_per_sm
 
 _SCALE_ALIGNMENT = 4
 """Floats to which the columns of M-major scales are padded: 16 bytes, as tensor maps need."""
@@ -42,7 +43,8 @@ def get_num_sms() -> int:
 def set_pdl(enabled: bool) -> None:
     """Let GEMMs start while the kernels before them in the stream end (programmatic dependent launch), from the next call on.
 
-    A GEMM waits for the kernels before it before it reads or writes anything, so results do not change. Off by default.
+    A GEMM waits for the kernels before it before it reads or writes anything, so results do not change. Off by default; a kernel
+    of someone else's that asks for it itself may start while our GEMMs end in either case.
     """
     default_service().overlap_launches(enabled)
 
@@ -102,7 +104,8 @@ def run_gemm(
     )
     service = default_service()
     spec = chosen.kernel.spec
-    prepare = partial(prepare_gemm, spec, call.limits.sms, service.maps, split_k=chosen.split_k, dependent=service.overlaps)
+    blocks = call.limits.blocks(blocks_per_sm(spec))
+    prepare = partial(prepare_gemm, spec, blocks, service.maps, split_k=chosen.split_k, dependent=service.overlaps)
     call.launch(spec, prepare(gemm))
     return gemm, prepare
 

@@ -69,6 +69,8 @@ def runs_eagerly(operands: Operands) -> bool:
     for operand in operands:
         if type(operand) not in _PLAIN_TENSORS:
             return False
+    if len(operands) > 4 and (operands[1].is_neg() or operands[3].is_neg()):
+        return False  # scales that torch has yet to negate: the dispatcher does
     watched = _len_torch_dispatch_stack() or _len_torch_function_stack() or _get_tracing_state() is not None
     return not watched and peek_interpreter_stack() is None and not _profiler_enabled()
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from deepgemm_jit.runtime.params import Launch, lay_out
 from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
 from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
-from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, blocks_per_sm, threads
+from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
 
 _FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xI4x")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
@@ -50,9 +50,9 @@ class GemmCall(NamedTuple):
 
 
 def prepare_gemm(
-    spec: KernelSpec, sms: int, maps: TensorMaps, call: GemmCall, split_k: int = 1, dependent: bool = False
+    spec: KernelSpec, blocks: int, maps: TensorMaps, call: GemmCall, split_k: int = 1, dependent: bool = False
 ) -> Launch:
-    """Prepare the launch of a GEMM: as many persistent blocks as fit the context's SMs, or tiles if fewer.
+    """Prepare the launch of a GEMM: at most ``blocks`` persistent ones, or tiles if fewer.
 
     A cluster takes one tile at a time: those of its blocks side by side, or ``split_k`` parts of the k-blocks of one.
 
@@ -62,10 +62,11 @@ def prepare_gemm(
     block_m, block_n, block_k = spec.block
     k_blocks = -(-call.k // block_k)
     a_groups = call.groups if call.layout is Layout.MASKED else 1
+    assert split_k in (1, 2, 4), "the warps of a warpgroup are shared out evenly"
     assert split_k <= k_blocks, "each block of a cluster sums some k-blocks"
     cluster = spec.cluster * split_k
     tiles = -(-call.m // block_m) * -(-call.n // (block_n * spec.cluster)) * a_groups
-    clusters = min(max(sms * blocks_per_sm(spec) // cluster, 1), tiles)
+    clusters = min(max(blocks // cluster, 1), tiles)
     boxes = [_operand(spec, call.a, call.k, call.m, a_groups, block_m // spec.cluster)]
     if N_MAJOR in spec.flags:
         boxes.append(_n_major(call.b, call.n, call.k, call.groups, block_k))

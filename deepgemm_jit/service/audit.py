@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -84,8 +84,11 @@ def read_audit(path: Path) -> Iterator[Asked | str]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield Asked(**json.loads(line))
-            except (ValueError, TypeError):
+                asked = Asked(**json.loads(line))
+                if not all(type(getattr(asked, field.name)) is (int if field.name == "pid" else str) for field in fields(asked)):
+                    raise TypeError(line)
+                yield asked
+            except (ValueError, TypeError, RecursionError):
                 yield f"line {number} is no audit line"
 
 

@@ -180,7 +180,9 @@ class KernelService:
 
     def _limits_of(self, context: Context) -> Limits:
         limits = Limits(arch_of(context.compute_capability).name, context.sms, context.shared_memory_bytes)
-        return limits if self._sms_limit is None else replace(limits, sms=min(limits.sms, self._sms_limit))
+        if self._sms_limit is None or self._sms_limit >= limits.sms:
+            return limits
+        return replace(limits, sms=self._sms_limit, whole=False)
 
     def _lock(self, spec: KernelSpec) -> Lock:
         # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.

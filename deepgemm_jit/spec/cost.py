@@ -1,8 +1,8 @@
 """What a GEMM costs with each tile: a model of an H200 whose constants are fitted to ``bench/results/tiles.json``.
 
 Three times overlap, and count as the root of the sum of their squares: what the persistent blocks compute (waves of tiles), what
-they read through the L2 cache, and what is read from memory. Fitted to 149 dense, contiguous and masked problems, each timed with
-every tile and split; ``bench/tiles.py judge`` tells how far its choices are from the best ones.
+they read through the L2 cache, and what is read from memory. Fitted to 149 dense, contiguous (aligned to 128 rows) and masked
+problems, each timed with every tile and split; ``bench/tiles.py judge`` tells how far its choices are from the best ones.
 """
 
 from __future__ import annotations
@@ -68,21 +68,42 @@ class Option(NamedTuple):
     k_block_ns: int
     tile_ns: int
 
-    def fits(self, sms: int, k_blocks: int) -> bool:
-        """Return whether a cluster fits the SMs, and each of its parts of K is worth its while."""
-        return sms * self.per_sm >= self.blocks and (self.split_k == 1 or k_blocks >= self.split_k * _LEAST_K_BLOCKS)
+    def is_worth(self, k_blocks: int) -> bool:
+        """Return whether each part of a split K is worth its while."""
+        return self.split_k == 1 or k_blocks >= self.split_k * _LEAST_K_BLOCKS
 
-    def cost_ns(self, work: Work, rows: int, sms: int) -> float:
-        """Return the time of a problem with ``rows`` rows, of each group if the layout is masked."""
+    def load(self, work: Work, rows: int) -> Load:
+        """Return what a problem with ``rows`` rows, of each group if the layout is masked, costs whatever the SM count."""
         tiles = -(-rows // self.block_m) * -(-work.n // self.columns) * work.stacked
-        waves = float(-(-tiles // (sms * self.per_sm // self.blocks)))
-        if self.per_sm == 2:  # two at a time, unless one per SM is all there is
-            waves = 1.0 if tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
-        computed = waves * (-(-work.k_blocks // self.split_k) * self.k_block_ns + self.tile_ns)
+        wave_ns = -(-work.k_blocks // self.split_k) * self.k_block_ns + self.tile_ns
         cached = tiles * work.k_blocks * (self.block_m + self.columns) * (BLOCK_K_BYTES / _L2_BYTES_PER_NS)
         memory = work.memory_ns if self.spec.cluster == 1 else work.memory_ns * _CLUSTER_MEMORY
-        total = math.sqrt(computed * computed + cached * cached + memory * memory)
-        return total + _SPLIT_NS[self.split_k]
+        return Load(tiles, self.blocks, self.per_sm, wave_ns, cached * cached + memory * memory, _SPLIT_NS[self.split_k])
+
+
+class Load(NamedTuple):
+    """An option on a problem of given rows."""
+
+    tiles: int
+    blocks: int
+    """Of the cluster that takes a tile."""
+    per_sm: int
+    wave_ns: int
+    moved_ns_squared: float
+    """Of reads through L2 and of memory."""
+    split_ns: int
+
+    def cost_ns(self, sms: int, whole: bool) -> float:
+        """Return the time on so many SMs, all there are or not; infinity if not even one cluster fits them."""
+        per_sm = self.per_sm if whole else 1
+        clusters = sms * per_sm // self.blocks
+        if not clusters:
+            return math.inf
+        waves = float(-(-self.tiles // clusters))
+        if per_sm == 2:  # two at a time, unless one per SM is all there is
+            waves = 1.0 if self.tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
+        computed = waves * self.wave_ns
+        return math.sqrt(computed * computed + self.moved_ns_squared) + self.split_ns
 
 
 class Work(NamedTuple):

@@ -70,11 +70,18 @@ class Limits:
         arch: compiler target, for example ``sm_90a``.
         sms: SMs that the context may use.
         shared_memory_bytes: dynamic shared memory a block may ask for.
+        whole: these are all SMs that there are. Otherwise two blocks that may share an SM may as well take two, so that only one
+            block per SM keeps to the limit.
     """
 
     arch: str
     sms: int
     shared_memory_bytes: int
+    whole: bool = True
+
+    def blocks(self, per_sm: int) -> int:
+        """Return how many persistent blocks may run, of a kernel whose blocks share an SM by ``per_sm``."""
+        return self.sms * (per_sm if self.whole else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.spec.cost import Option, Work, options
+from deepgemm_jit.spec.cost import Load, Option, Work, options
 from deepgemm_jit.spec.kernel import FP8_GEMM_SWAP_AB, KernelSpec
 from deepgemm_jit.spec.kernel_set import (
     GEMM_DTYPES,
@@ -67,32 +67,41 @@ def _selected(problem: Problem, limits: Limits) -> Selected:
         raise UnsupportedError(given=f"a device of {shown(limits.sms)} SMs", supported="at least 1 SM")
     if limits.shared_memory_bytes < arch_named(limits.arch).shared_memory_bytes:
         _refuse_memory(problem, limits)
-    return _fastest(_weighed(problem, limits.arch), problem.m, limits.sms)
+    return _fastest(_weighed(problem, limits.arch), problem.m, ((limits.sms, limits.whole),))[0]
 
 
 def choices(problem: GemmProblem, limits: Limits) -> Iterator[Selected]:
     """Yield every kernel and split that selection weighs for ``problem``: each gives the right result."""
-    weighed = _weighed(problem, limits.arch)
-    for option in _looked_at(weighed, _counted_rows(problem.m), limits.sms):
-        yield Selected(option.spec, option.split_k)
+    for option, load in _looked_at(_weighed(problem, limits.arch), _counted_rows(problem.m)):
+        if load.cost_ns(limits.sms, limits.whole) < math.inf:
+            yield Selected(option.spec, option.split_k)
 
 
 def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
     """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
+
+    An SM count is looked at as that of a whole device and as a limit on a larger one.
 
     Complete, because selection sees M only through the rows of tiles, and no M above the step but as multiples of that: so it can
     change only at the M looked at here.
     """
     _refuse_types(problem, limits_of(arch))
     _refuse(problem)
-    weighed = _weighed(problem, arch)
+    return _reached(_weighed(problem, arch), max_m, tuple(sorted(set(arch_sms))))
+
+
+@lru_cache(maxsize=256)
+def _reached(weighed: _Weighed, max_m: int, arch_sms: tuple[int, ...]) -> tuple[KernelSpec, ...]:
     tall = min((option.block_m for option, _fewest, most in weighed.options if most > _FEW_ROWS), default=_FEW_ROWS)
     firsts = (
         *range(1, _FEW_ROWS, 16),
         *range(_FEW_ROWS + 1, _ROWS_STEP + 1, tall),
         *range(_ROWS_STEP + 1, _MOST_ROWS, _ROWS_STEP),
     )
-    return tuple(sorted({_fastest(weighed, m, sms).spec for m in firsts if m <= max_m for sms in set(arch_sms)}))
+    # Whether a device is whole matters to kernels of which two blocks share an SM.
+    shares = any(option.per_sm > 1 for option, _fewest, _most in weighed.options)
+    sms = tuple((count, whole) for count in arch_sms for whole in ((True, False) if shares else (True,)))
+    return tuple(sorted({choice.spec for m in firsts if m <= max_m for choice in _fastest(weighed, m, sms)}))
 
 
 _FEW_ROWS = 64
@@ -147,22 +156,27 @@ def _options(
     return tuple(found)
 
 
-def _looked_at(weighed: _Weighed, rows: int, sms: int) -> Iterator[Option]:
-    for option, fewest, most in weighed.options:
-        if fewest <= rows <= most and option.fits(sms, weighed.work.k_blocks):
-            yield option
+def _looked_at(weighed: _Weighed, rows: int) -> list[tuple[Option, Load]]:
+    return [
+        (option, option.load(weighed.work, rows))
+        for option, fewest, most in weighed.options
+        if fewest <= rows <= most and option.is_worth(weighed.work.k_blocks)
+    ]
 
 
-def _fastest(weighed: _Weighed, m: int, sms: int) -> Selected:
-    """Return the kernel and split that the model finds fastest."""
-    rows = _counted_rows(m)
-    best, best_ns = None, math.inf
-    for option in _looked_at(weighed, rows, sms):
-        cost_ns = option.cost_ns(weighed.work, rows, sms)
-        if cost_ns < best_ns:
-            best, best_ns = option, cost_ns
-    assert best is not None, "some tile serves every problem"
-    return Selected(best.spec, best.split_k)
+def _fastest(weighed: _Weighed, m: int, arch_sms: tuple[tuple[int, bool], ...]) -> list[Selected]:
+    """Return the kernel and split that the model finds fastest, for each SM count and whether these are all SMs."""
+    looked_at = _looked_at(weighed, _counted_rows(m))
+    found = []
+    for sms, whole in arch_sms:
+        best, best_ns = None, math.inf
+        for option, load in looked_at:
+            cost_ns = load.cost_ns(sms, whole)
+            if cost_ns < best_ns:
+                best, best_ns = option, cost_ns
+        assert best is not None, "some tile serves every problem"
+        found.append(Selected(best.spec, best.split_k))
+    return found
 
 
 def _step(problem: StepProblem, arch: str) -> KernelSpec:

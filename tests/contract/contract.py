@@ -87,7 +87,8 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
 
 
 # Descriptors are made in uniform registers: moving them there costs each product more than it takes.
-_UNIFORM = {MOVED_DESCRIPTORS: 0}
+# And each GEMM waits once for the kernels before it.
+_UNIFORM = {MOVED_DESCRIPTORS: 0, "ACQBULK": 1}
 
 
 def _roles(consumers: int) -> dict[str, int]:

@@ -41,6 +41,8 @@ class Launch:
     block: tuple[int, int, int]
     shared_memory_bytes: int
     stream: int
+    cluster: int = 1
+    dependent: bool = False
 
 
 @dataclass
@@ -306,11 +308,11 @@ class DriverDouble(Driver):
         dependent: bool = False,
     ) -> _Config:
         config = _Config(self._handle())
-        self._configs[config.pointer] = grid, block, shared_memory_bytes, stream
+        self._configs[config.pointer] = grid, block, shared_memory_bytes, stream, cluster, dependent
         return config
 
     def launch_as(self, config_pointer: int, function: int, params_pointer: int) -> None:
-        grid, block, shared_memory_bytes, stream = self._configs[config_pointer]
+        grid, block, shared_memory_bytes, stream, cluster, dependent = self._configs[config_pointer]
         self._count("launch")
         target = self._current() if stream <= LAST_SPECIAL_STREAM else self._contexts[self._streams[stream]]
         launched = self._functions[function]
@@ -328,7 +330,7 @@ class DriverDouble(Driver):
         with self._mutex:
             self._launching[library] -= 1
             self._launching += Counter()  # drops what is not positive
-        self.launches.append(Launch(function, target.context_id, grid, block, shared_memory_bytes, stream))
+        self.launches.append(Launch(function, target.context_id, grid, block, shared_memory_bytes, stream, cluster, dependent))
 
     def encode_tiled_map(
         self,

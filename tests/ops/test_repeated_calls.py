@@ -70,14 +70,14 @@ def aligned(*shape: int, dtype: torch.dtype, gpu: int = 0) -> torch.Tensor:
 class Operands:
     """Operands of one call, which a test may exchange one by one."""
 
-    def __init__(self, layout: str = "dense", fp8: bool = True, gpu: int = 0, m: int = M) -> None:
+    def __init__(self, layout: str = "dense", fp8: bool = True, gpu: int = 0, m: int = M, n: int = N, k: int = K) -> None:
         self.layout, self.fp8 = layout, fp8
         a_lead, b_lead = ((GROUPS,) if layout == "masked" else ()), (() if layout == "dense" else (GROUPS,))
         dtype = E4M3 if fp8 else BF16
-        self.a, self.b = aligned(*a_lead, m, K, dtype=dtype, gpu=gpu), aligned(*b_lead, N, K, dtype=dtype, gpu=gpu)
-        self.a_scale = pretend(torch.empty((*a_lead, K // 128, m)).transpose(-1, -2), gpu)
-        self.b_scale = aligned(*b_lead, N // 128, K // 128, dtype=F32, gpu=gpu)
-        self.out = aligned(*a_lead, m, N, dtype=BF16, gpu=gpu)
+        self.a, self.b = aligned(*a_lead, m, k, dtype=dtype, gpu=gpu), aligned(*b_lead, n, k, dtype=dtype, gpu=gpu)
+        self.a_scale = pretend(torch.empty((*a_lead, k // 128, m)).transpose(-1, -2), gpu)
+        self.b_scale = aligned(*b_lead, -(-n // 128), k // 128, dtype=F32, gpu=gpu)
+        self.out = aligned(*a_lead, m, n, dtype=BF16, gpu=gpu)
         self.groups = aligned(m if layout == "row_index" else GROUPS, dtype=I32, gpu=gpu)
         self.expected_m = 64
 
@@ -300,6 +300,40 @@ def test_a_limit_of_sms_holds_from_the_next_call_on(driver: DriverDouble, stream
     assert [launch.grid[0] for launch in driver.launches] == [128, 24, 24, 128, 8, 128]
     with pytest.raises(OperandError, match="at least 1"):
         ops.set_num_sms(0)
+
+
+@pytest.mark.parametrize("limit", [1, 8, 24, 64])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 2112, 7168), (1, 7168, 16384), (64, 4096, 7168), (512, 4096, 7168)])
+def test_no_more_blocks_run_than_the_limit_allows(
+    driver: DriverDouble, streams: dict[int, int], m: int, n: int, k: int, limit: int
+) -> None:
+    ops.set_num_sms(limit)
+    Operands(m=m, n=n, k=k).run()
+    launch = driver.launches[-1]  # before it, perhaps, that of the scales' layout
+    assert 0 < launch.grid[0] <= limit
+    assert launch.grid[0] % launch.cluster == 0
+
+
+def test_a_split_of_k_is_a_cluster_of_the_launch_also_when_it_is_made_again(
+    driver: DriverDouble, streams: dict[int, int]
+) -> None:
+    operands = Operands(m=16, n=2112, k=7168)
+    operands.run()
+    operands.run()
+    assert [(launch.cluster, launch.grid[0]) for launch in driver.launches] == [(4, 132)] * 2
+
+
+def test_dependent_launch_is_on_and_off_from_the_next_call_on(driver: DriverDouble, streams: dict[int, int]) -> None:
+    operands = Operands()
+    wanted = (False, True, True, False, True)
+    try:
+        for enabled in wanted:
+            ops.set_pdl(enabled)
+            assert ops.get_pdl() is enabled
+            operands.run()
+    finally:
+        ops.set_pdl(False)
+    assert tuple(launch.dependent for launch in driver.launches) == wanted
 
 
 def test_a_launch_that_fails_is_an_error_and_not_made_twice(driver: DriverDouble, streams: dict[int, int]) -> None:

@@ -183,7 +183,7 @@ def test_a_plan_of_no_problem_is_refused() -> None:
 
 @pytest.mark.parametrize("m", [0, -1, -5])
 def test_a_hint_of_no_rows_still_gets_a_kernel(m: int) -> None:
-    assert select(GemmProblem(m=m, n=4096, k=7168, groups=4, layout=Layout.MASKED), _limits()).block[0] <= 64
+    assert select(GemmProblem(m=m, n=4096, k=7168, groups=4, layout=Layout.MASKED), _limits()).family == FP8_GEMM_SWAP_AB
 
 
 @pytest.mark.parametrize("layout", GROUPED)

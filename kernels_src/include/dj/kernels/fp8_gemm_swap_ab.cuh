@@ -1,6 +1,6 @@
 // D = A @ B.T for few rows of A, with the operands of the tensor core swapped: the weights B fill the 64 rows of a product and the
-// tokens A its columns, so that a tile of 64 weight rows meets 16 tokens and not 64. Types, scales and rounding are those of
-// fp8_gemm_1d2d.
+// tokens A its columns, so that a tile of 64 weight rows meets 16 tokens and not 64. Types and scales are those of fp8_gemm_1d2d;
+// k-blocks are added in another order, the same on every run, so that the last bits may differ from those of another kernel.
 //
 // The kernel streams weights: one warp does nothing else, and starts before the block has met. A launch with clusters splits K: each
 // block of a cluster sums its part of the k-blocks of one tile, the partial sums cross to the block that stores them, and are added
@@ -23,9 +23,6 @@ struct Fp8GemmSwapAb {
     static constexpr uint32_t kThreads = kConsumers * kWarpgroup + 2 * kWarp;
     static constexpr uint32_t kWeightsWarp = kConsumerWarps;
     static constexpr uint32_t kTokensWarp = kConsumerWarps + 1;
-
-    // Two sums in registers beside the totals, so that the tensor core never waits for a promotion.
-    static constexpr bool kOverlaps = kBlockM <= 64;
 
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kBlockN * kBlockK;
@@ -216,20 +213,8 @@ struct Fp8GemmSwapAb {
         }
     }
 
-    __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks, Values& totals) {
-        Values sums;
-        Scales scales;
-#pragma unroll 1
-        for (uint32_t block = 0; block < k_blocks; ++block, ring.advance()) {
-            wait_full(self, ring);
-            issue(self, ring, sums, scales);
-            products_wait<0>();
-            promote(self.base + kOffsetEmpty + ring.stage * 8, totals, sums, scales);
-        }
-    }
-
-    // The product of the next k-block is under way while this one is promoted.
-    __device__ static void multiply_overlapped(const Consumer& self, Ring& ring, uint32_t k_blocks, Values& totals) {
+    // Two sums in registers beside the totals: the product of the next k-block is under way while one is promoted.
+    __device__ static void multiply(const Consumer& self, Ring& ring, uint32_t k_blocks, Values& totals) {
         Values even, odd;
         Scales even_scales, odd_scales;
         // Returns the barrier of the stage.
@@ -305,6 +290,7 @@ struct Fp8GemmSwapAb {
 #pragma unroll 1
         for (uint32_t chunk = self.warp % split; chunk < kChunks; chunk += split) {
             float4 sum = partials[chunk * kWarp];
+#pragma unroll 1
             for (uint32_t rank = 1; rank < split; ++rank) {
                 const float4 more = partials[(rank * kChunks + chunk) * kWarp];
                 sum.x += more.x;
@@ -332,11 +318,7 @@ struct Fp8GemmSwapAb {
             Values totals;
 #pragma unroll
             for (uint32_t i = 0; i < kBlockM / 2; ++i) totals[i] = 0.0f;
-            if constexpr (kOverlaps) {
-                multiply_overlapped(self, ring, part.count, totals);
-            } else {
-                multiply_in_turn(self, ring, part.count, totals);
-            }
+            multiply(self, ring, part.count, totals);
 
             const Target target{
                 arguments.d.data + tile.a_group * arguments.d.group_stride + tile.row * arguments.d.row_stride + tile.column,

@@ -5,7 +5,7 @@
 namespace dj {
 
 // Waits until the kernels before this one in the stream are complete and their writes seen, then lets the next one start: it waits
-// for this one in turn. In a launch without the attribute both do nothing.
+// for this one in turn. In a launch without the attribute the first does nothing, and the second still lets a next one start that has it.
 __device__ inline void wait_for_kernels_before() {
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -12,6 +12,10 @@ constexpr uint32_t kMasked = 3;      // group_data[group] = rows used of the gro
 
 constexpr uint32_t kMaxGroups = 512;  // spec.kernel_set.MAX_GROUPS
 
+// No load of the kind that takes memory for unchanging: in a dependent launch the kernel that writes it may still have run when this
+// one started.
+__device__ inline int32_t load(const int32_t* place) { return *static_cast<const volatile int32_t*>(place); }
+
 struct Shape {
     const int32_t* group_data;
     uint32_t m;  // rows of A, of one group when masked
@@ -39,7 +43,7 @@ struct GroupTable {
         uint32_t last_end = 0;
         for (uint32_t first = 0; first < shape.groups; first += kWarp) {
             const uint32_t group = first + lane_id();
-            const int32_t given = group < shape.groups ? __ldg(shape.group_data + group) : 0;
+            const int32_t given = group < shape.groups ? load(shape.group_data + group) : 0;
             uint32_t end = given <= 0 ? 0 : min_of(static_cast<uint32_t>(given), shape.m);
             uint32_t begin = 0;
             if (shape.layout == kPrefixSums) {
@@ -133,7 +137,7 @@ class TileScheduler {
         tile.column = column_block * kBlockN;
         tile.a_group = 0;
         tile.group = 0;
-        if (shape_.layout == kContiguous) tile.group = warp_uniform(static_cast<uint32_t>(__ldg(shape_.group_data + tile.row)));
+        if (shape_.layout == kContiguous) tile.group = warp_uniform(static_cast<uint32_t>(load(shape_.group_data + tile.row)));
     }
 
     __device__ void place_counted(uint32_t index, Tile& tile) {

@@ -88,3 +88,10 @@ def test_only_a_clean_and_whole_run_is_fine(
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     assert sanitize.watch(str(tool), "memcheck", tmp_path / "results", 60)["faults"] == faults
     assert (tmp_path / "results" / "memcheck.txt").read_text() == printed + "\n"
+
+
+def test_races_of_torch_alone_are_told_apart(sanitize: ModuleType) -> None:
+    torchs = "========= Error: Race reported between Write access at void at::native::sort<int>(int*)+0x10 in Sort.cu"
+    ours = "========= Error: Race reported between Read access at sm_90a_route_i32_1024+0x70 and Write access at it+0x90"
+    assert len(sanitize.races_elsewhere(f"{torchs}\n{torchs}\n")) == 2
+    assert sanitize.races_elsewhere(f"{torchs}\n{ours}\n") == sanitize.races_elsewhere("========= nothing\n") == []

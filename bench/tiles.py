@@ -1,7 +1,7 @@
 """Every FP8 GEMM tile and split on problems of many sizes, and how far selection's choice is from the best of them.
 
 ``measure`` times the tiles on one Hopper GPU; ``judge`` needs none: it reads such a result and prints where the cost model of
-``deepgemm_jit.spec.selection`` picks a slower tile, and its mean loss. Change the model's constants, judge again.
+``deepgemm_jit.spec.cost`` picks a slower tile, and its mean loss. Change the model's constants, judge again.
 """
 
 from __future__ import annotations

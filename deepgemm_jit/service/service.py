@@ -101,7 +101,8 @@ class KernelService:
     def prepared(self, context: Context) -> dict[object, Any]:
         """Return what operations keep of their calls in a context: theirs to fill and to bound.
 
-        It is emptied when anything that it may rest on changes here: the SM limit, or a kernel that is unloaded.
+        It is emptied when anything that it may rest on changes here: the SM limit, dependent launch, or a kernel
+        that is unloaded.
         """
         home = self._homes.get(context)
         return (self._home(context) if home is None else home).prepared

@@ -94,7 +94,7 @@ def is_gemm(spec: KernelSpec) -> bool:
 def threads(spec: KernelSpec) -> int:
     """Return the threads of a block: for a GEMM the producer's and one consumer warpgroup per 64 rows, at most two.
 
-    With swapped operands the rows are those of B, and the producer is a single warp.
+    With swapped operands the rows are those of B, and the producers are two warps: one for B, one for A and the scales.
     """
     if spec.family == FP8_GEMM_SWAP_AB:
         return 128 * _consumers(spec.block[1]) + 64

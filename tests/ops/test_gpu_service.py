@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -22,7 +23,8 @@ from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError
 from deepgemm_jit.runtime.steps import CastCall, prepare_cast
 from deepgemm_jit.service import KernelService, default_service
-from deepgemm_jit.spec import CAST_TO_FP8, GemmProblem, StepProblem, kernel_set, limits_of, select
+from deepgemm_jit.settings import Settings
+from deepgemm_jit.spec import CAST_TO_FP8, GemmProblem, StepProblem, limits_of, select
 
 ARCH = "sm_90a"
 CHILD_LIMIT_S = 90
@@ -113,12 +115,20 @@ def test_a_sealed_process_with_an_empty_store_names_the_kernel_and_the_command(c
     assert wanted in str(answer["text"]) and str(answer["command"]) in str(answer["text"])
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the whole set."""
+    root = tmp_path_factory.mktemp("filled") / "store"
+    report = deepgemm_jit.warm_up(ARCH, settings=Settings(cache_dir=root))
+    assert report.compiled == report.kernels
+    return root
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["never", "auto"])
 @pytest.mark.parametrize("nvrtc", ["with_nvrtc", "without_nvrtc"])
-def test_a_filled_store_serves(nvrtc: str, policy: str, cache_dir: Path) -> None:
-    for spec in kernel_set(ARCH):
-        deepgemm_jit.build(spec)
+def test_a_filled_store_serves(nvrtc: str, policy: str, cache_dir: Path, filled: Path) -> None:
+    shutil.copytree(filled, cache_dir, dirs_exist_ok=True)
     before = files_of(cache_dir)
     script = _WITHOUT_NVRTC + _RUN if nvrtc == "without_nvrtc" else _RUN
     assert before, "nothing was stored"

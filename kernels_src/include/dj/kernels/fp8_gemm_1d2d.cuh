@@ -1,7 +1,7 @@
 // D = A @ B.T on Hopper: A and B in E4M3, K-major; one float32 scale per row and 128 columns of A, one per 128 x 128 block of B
 // (or, with row scales, one per row and 128 columns of B).
 //
-// Warp-specialised and persistent. One thread of the last warpgroup keeps the copy engine busy over a ring of stages; the other
+// Warp-specialised and persistent. One warp of the last warpgroup keeps the copy engine busy over a ring of stages; the other
 // warpgroups multiply. The tensor core sums FP8 products with fewer bits than float32, so the sum of each k-block (128 columns)
 // is scaled and added to float32 totals on the CUDA cores, while the tensor core works on the next k-block (of this warpgroup
 // where registers allow two sums, of the other warpgroup in any case).

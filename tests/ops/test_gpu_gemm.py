@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
@@ -176,6 +177,32 @@ def test_a_wrong_hint_skips_no_row(expected_m: int) -> None:
 @pytest.mark.parametrize("max_m", [8, 16, 32])
 def test_masked_groups_of_few_rows_are_right(max_m: int) -> None:
     check_masked(range(max_m + 1), max_m, 576, 272, max_m)
+
+
+# --- random problems
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_problem_is_right(seed: int, layout: Layout) -> None:
+    draw = random.Random(f"{seed} {layout}")
+
+    def size(largest: int, step: int) -> int:
+        return step * round((largest // step) ** draw.random())  # small ones as often as large ones
+
+    n, k = size(8192, 8), size(8192, 16)
+    if layout is Layout.DENSE:
+        check_dense(size(8192, 1), n, k)
+        return
+    groups = size(64, 1)
+    largest = size(8192 // groups, 1)
+    sizes = [draw.choice((0, size(largest, 1), largest)) for _ in range(groups)]
+    if layout is Layout.MASKED:
+        check_masked(sizes, largest, n, k, expected_m=size(2 * largest, 1))
+    else:
+        alignment = 16 * draw.randint(1, 16)
+        rows = group_rows(sizes, alignment, extra_rows=alignment)
+        check_contiguous(rows, n, k, prefix_sums=layout is Layout.PREFIX_SUMS, alignment=alignment)
 
 
 # --- every kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -84,6 +85,30 @@ def shapes(kind: Kind) -> Iterator[Shape]:
         yield Shape(kind, 32, 256, 8, 4096, 7168)
         yield Shape(kind, 32, 256, 32, 7168, 2048)
         yield Shape(kind, 128, 64, 4, 1536, 2048)
+
+
+def sample(count: int, seed: int = 0) -> Iterator[Shape]:
+    """Yield shapes that nobody chose, of each kind in turn: sizes from small to those of large models, the small as often.
+
+    N is a multiple of 8, K of 128 as in every checkpoint with block scales.
+    """
+    draw = random.Random(seed)
+
+    def size(smallest: int, largest: int, step: int) -> int:
+        return step * round(smallest / step * (largest / smallest) ** draw.random())
+
+    for index in range(count):
+        kind = KINDS[index % len(KINDS)]
+        n, k = size(512, 16384, 8), size(512, 8192, 128)
+        if kind == "dense":
+            m = size(1, 8192, 1)
+            yield Shape(kind, 1, m, m, n, k)
+            continue
+        groups, rows = size(2, 64, 1), size(1, 64, 1)
+        if kind == "contiguous":
+            yield Shape(kind, groups, 128 * -(-rows // 8), 128 * -(-rows // 8), n, k)
+        else:
+            yield Shape(kind, groups, 128, 2 * rows, n, k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,12 @@ def _parse_policy(text: str) -> CompilePolicy:
     raise _Meaningless("one of " + ", ".join(COMPILE_POLICIES))
 
 
+_MOST_DIGITS = 18
+
+
 def _parse_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    # Python reads no number of thousands of digits, and there is nothing to count with one.
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 0):
         raise _Meaningless("a whole number of at least 1")
     return int(text)
 

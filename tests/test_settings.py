@@ -33,7 +33,7 @@ REFUSED = [
     *(("COMPILE", text) for text in ("", "0", "1", "false", "true", "off", "NEVER", "Auto", " never", "never ", "yes please")),
     *(("JOBS", text) for text in ("", "0", "-1", "+2", "two", "1.5", "1e3", " 2", "٣", "²", "0x2", "1_0")),
     *(("PACKS", text) for text in ("", " ", "a.pack", "/a.pack:", ":/a.pack", "/a.pack::/b.pack", "/a.pack:b.pack")),
-    *(("CACHE_MAX_BYTES", text) for text in ("", "0", "-1", "1G", "1e9", "1.5")),
+    *(("CACHE_MAX_BYTES", text) for text in ("", "0", "-1", "1G", "1e9", "1.5", "9" * 5000)),
     *(("LOCK_TIMEOUT_S", text) for text in ("", "-1", "nan", "inf", "-inf", "ten", "1s")),
     *(("AUDIT", text) for text in ("", " ", "audit.jsonl", "./audit.jsonl", "~/audit.jsonl", "/var/log/")),
     *((name, text) for name in ("CACHE_DIR", "LOCK_DIR", "TRUST_ROOT") for text in ("", " ", "store", "./store", "~/store")),

@@ -208,11 +208,12 @@ def _locks(settings: Settings) -> Check:
 
 def _kernels(builder: Builder, entries: list[Entry], arch: str) -> Check:
     name = f"kernels of {arch}"
+    specs = kernel_set(arch)
     try:
-        keys = {builder.request(spec).key for spec in kernel_set(arch)}
+        keys = {(builder.request(spec).key, spec.text) for spec in specs}
     except DeepGemmJitError:
         return Check(name, False, "not known, as they do not render", "See headers")
-    built = len(keys & {entry.key for entry in entries})
+    built = len(keys & {(entry.key, entry.spec) for entry in entries})
     # What is missing is compiled on first use, unless the policy forbids it.
-    ok = built == len(keys) or builder.settings.compile != "never"
-    return Check(name, ok, f"{built} of {len(keys)} are in the store or a pack", "" if ok else builder.warmup_command(arch))
+    ok = built == len(specs) or builder.settings.compile != "never"
+    return Check(name, ok, f"{built} of {len(specs)} are in the store or a pack", "" if ok else builder.warmup_command(arch))

@@ -13,8 +13,9 @@ import click
 
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.cli.terminal import say, shown
-from deepgemm_jit.errors import DeepGemmJitError
+from deepgemm_jit.errors import DeepGemmJitError, ToolchainError
 from deepgemm_jit.settings import Settings, read_settings
+from deepgemm_jit.spec import ARCHES, KernelSpec, kernel_set
 from deepgemm_jit.store import Damage, Entry, FoundPack
 from deepgemm_jit.store.location import Location, locate
 
@@ -63,12 +64,20 @@ class Opened:
 
     def examined(self) -> Examined:
         """Check every file and return what is sound and what is not."""
-        found = self.builder.store.examine() if self.is_there else []
+        found = self.builder.store.examine(kernels_by_key(self.builder)) if self.is_there else []
         return Examined([each for each in found if isinstance(each, Entry)], [each for each in found if isinstance(each, Damage)])
 
     def packs(self) -> tuple[FoundPack, ...]:
         """Return the packs that serve beside the store."""
         return self.builder.store.packs()
+
+
+def kernels_by_key(builder: Builder) -> dict[str, KernelSpec]:
+    """Return the kernel of each request key of the kernel sets; empty where their sources cannot be had."""
+    try:
+        return {builder.request(spec).key: spec for arch in ARCHES for spec in kernel_set(arch)}
+    except ToolchainError:
+        return {}
 
 
 def open_store(settings: Settings) -> Opened:

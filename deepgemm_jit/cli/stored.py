@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,12 @@ def verify(session: Session, arch: str | None, audit: Path | None, **options: An
     examined = opened.examined()
     packs = [checked_pack(found) for found in opened.packs()]
     # A kernel of a pack is as good as one of the store.
-    sound = {entry.key for entry in (*examined.sound, *(entry for pack in packs for entry in pack.entries))}
+    sound = {(entry.key, entry.spec) for entry in (*examined.sound, *(entry for pack in packs for entry in pack.entries))}
+
+    def is_built(spec: KernelSpec) -> bool:
+        # By key, not by a look-up: that sets damaged files aside, and a check leaves the store as it is.
+        return (opened.builder.request(spec).key, spec.text) in sound
+
     checked = examined.checked
     bad = [*examined.bad, *({"path": str(pack.path), "reason": pack.reason} for pack in packs if pack.reason)]
 
@@ -56,15 +62,14 @@ def verify(session: Session, arch: str | None, audit: Path | None, **options: An
     if arch is not None:
         wanted = PlanOptions(arch, **options)
         planned, fix = wanted.plan().kernels, wanted.warmup_command(session)
-        # By key, not by a look-up: that sets damaged files aside, and a check leaves the store as it is.
-        missing = [{"name": spec.name, "command": fix} for spec in planned if opened.builder.request(spec).key not in sound]
+        missing = [{"name": spec.name, "command": fix} for spec in planned if not is_built(spec)]
         parts.append(f"{len(missing)} of {count(len(planned), 'kernel')} missing")
         if missing:
             parts += [Table(("missing",), [(kernel["name"],) for kernel in missing]), f"build them with: {fix}"]
     elif audit is None:
         parts.append("whether kernels are missing was not checked; name an arch with --arch")
     if audit is not None:
-        found = compare_audit(session, audit, planned, lambda spec: opened.builder.request(spec).key in sound)
+        found = compare_audit(session, audit, planned, is_built)
         parts += found.parts
         bad += found.bad
         named = {kernel["name"] for kernel in missing}
@@ -126,35 +131,18 @@ def show(session: Session, name: str) -> Reply:
     builder = opened.builder
     stored = [entry for entry in opened.entries() if entry.entry == name]
     damage = {found.index_name: found.reason for found in opened.examined().damage}
-    spec = _spec_for(name, stored)
+    known = {name: spec for arch in ARCHES for name, spec in kernels_by_name(arch).items()}
+    spec = known.get(name)
+    if spec is None:
+        return _earlier(name, known, stored, damage)
     request = builder.request(spec)
     dynamic_bytes = dynamic_shared_memory_bytes(spec)
-    rows = [
-        (
-            e.nvrtc_version,
-            e.facts.registers,
-            f"{e.facts.shared_memory_bytes} + {dynamic_bytes}",
-            e.facts.local_memory_bytes,
-            f"{e.facts.spill_store_bytes} + {e.facts.spill_load_bytes}",
-            e.size_bytes,
-            "damaged" if index_name(e) in damage else "current" if e.key == request.key else "of other sources",
-        )
-        for e in stored
-    ]
-    headings = (
-        "NVRTC",
-        "registers",
-        "shared memory, static + dynamic",
-        "local memory",
-        "spills, stores + loads",
-        "size",
-        "entry",
-    )
+    states = ["damaged" if index_name(e) in damage else "current" if e.key == request.key else "of other sources" for e in stored]
     options = " ".join(request.options)
     packed = [(f.path, e) for f in opened.packs() if f.pack for e in f.pack.entries if e.key == request.key]
     packs = sorted({path for path, _ in packed})
     unbuilt = "not in the store" if packed else f"not built; {builder.warmup_command(spec.arch)} builds it"
-    facts = Table(headings, rows) if rows else unbuilt
+    facts = _facts(stored, states, str(dynamic_bytes)) if stored else unbuilt
     # A damaged index entry says of no kernel that it is its own; its file name does.
     own = {index_name(entry) for entry in stored} | {file for file in damage if file.startswith(request.key)}
     bad = [{"entry": file, "reason": damage[file]} for file in sorted(own & damage.keys())]
@@ -188,15 +176,60 @@ def show(session: Session, name: str) -> Reply:
     )
 
 
-def _spec_for(name: str, stored: list[Entry]) -> KernelSpec:
-    known = {name: spec for arch in ARCHES for name, spec in kernels_by_name(arch).items()}
-    if name in known:
-        return known[name]
-    if stored:  # a kernel of an earlier kernel set
-        return KernelSpec.from_text(stored[0].spec)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "deepgemm-jit kernels lists them."
-    raise click.BadParameter(f"no kernel is called {name!r}; {hint}", param_hint="NAME")
+def _earlier(name: str, known: Iterable[str], stored: list[Entry], damage: dict[str, str]) -> Reply:
+    """Answer for a kernel that the store holds and this version does not know: it has neither key nor source here."""
+    if not stored:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "deepgemm-jit kernels lists them."
+        raise click.BadParameter(f"no kernel is called {name!r}; {hint}", param_hint="NAME")
+    bad = [{"entry": index_name(e), "reason": damage[index_name(e)]} for e in stored if index_name(e) in damage]
+    states = ["damaged" if index_name(e) in damage else "of another version" for e in stored]
+    return Reply(
+        {
+            "name": name,
+            "family": None,
+            "spec": stored[0].spec,
+            "key": None,
+            "options": list(stored[0].options),
+            "dynamic_shared_memory_bytes": None,
+            "entries": [{**entry_payload(entry), "current": False, "sound": index_name(entry) not in damage} for entry in stored],
+            "bad": bad,
+            "packs": [],
+            "source": None,
+        },
+        [
+            name,
+            f"spec: {stored[0].spec}",
+            "in no kernel set of this version, which never uses it; deepgemm-jit prune --unused-for removes what is not used",
+            _facts(stored, states, "?"),
+            *(f"damaged: {fault['entry']}: {fault['reason']}" for fault in bad),
+        ],
+    )
+
+
+def _facts(stored: list[Entry], states: list[str], dynamic_bytes: str) -> Table:
+    headings = (
+        "NVRTC",
+        "registers",
+        "shared memory, static + dynamic",
+        "local memory",
+        "spills, stores + loads",
+        "size",
+        "entry",
+    )
+    rows = [
+        (
+            e.nvrtc_version,
+            e.facts.registers,
+            f"{e.facts.shared_memory_bytes} + {dynamic_bytes}",
+            e.facts.local_memory_bytes,
+            f"{e.facts.spill_store_bytes} + {e.facts.spill_load_bytes}",
+            e.size_bytes,
+            state,
+        )
+        for e, state in zip(stored, states, strict=True)
+    ]
+    return Table(headings, rows)
 
 
 def index_name(entry: Entry) -> str:

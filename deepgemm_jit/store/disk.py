@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +163,7 @@ class Store:
         """
         _check_key("Store.lock", key)
         if self.root is None or self.write_failure() is not None:
-            return self._locks.hold_in_process(key)
+            return self._locks.hold_in_process(key, what or f"kernel {key}")
         # The lock folder is shared by all stores of this user, and a build for one serves none of the others.
         return self._locks.hold(f"{key}-{_identity(self.root)}", what or f"kernel {key}")
 
@@ -171,15 +171,18 @@ class Store:
         """Yield the well-formed index entries on disk, sorted by key and version text; no object is read."""
         return (found for found in self._examined(with_objects=False) if isinstance(found, Entry))
 
-    def examine(self) -> list[Entry | Damage]:
+    def examine(self, kernels: Mapping[str, KernelSpec] | None = None) -> list[Entry | Damage]:
         """Check everything on disk and return what is sound and what is not; nothing is moved.
 
         A store without a root has nothing; :meth:`describe` says why.
+
+        Args:
+            kernels: the kernel of each request key that is known; an entry of another kernel under it is not sound.
         """
         tree = self._tree
         faults = [] if tree is None else [Damage(fault.path, fault.reason) for fault in tree.folder_faults()]
         places = {fault.path for fault in faults}
-        return [*faults, *(found for found in self._examined(with_objects=True) if not _is_at(found, places))]
+        return [*faults, *(found for found in self._examined(with_objects=True, kernels=kernels) if not _is_at(found, places))]
 
     def verify(self) -> list[Damage]:
         """Return what is not sound on disk; nothing is moved."""
@@ -290,7 +293,7 @@ class Store:
             outcome = f"set aside as {aside}" if aside else "another process has dealt with it already"
         self._warn_once(str(damaged.path), "store file %s; %s; its kernel is built again", damaged, outcome)
 
-    def _examined(self, *, with_objects: bool) -> Iterator[Entry | Damage]:
+    def _examined(self, *, with_objects: bool, kernels: Mapping[str, KernelSpec] | None = None) -> Iterator[Entry | Damage]:
         tree = self._tree
         if tree is None:
             return
@@ -312,7 +315,8 @@ class Store:
             except OSError as error:
                 yield Damage(path, error_text(error), path.name)
             else:
-                yield entry
+                faults = entry.mismatches(kernels[key]) if kernels and key in kernels else []
+                yield Damage(path, "; ".join(faults), path.name) if faults else entry
 
     def _failure_text(self, error: OSError) -> str:
         return f"store {self.root} cannot be written: {error_text(error)}"

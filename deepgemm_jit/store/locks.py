@@ -5,21 +5,25 @@ They only save work: what happens without them is that two processes publish the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from filelock import Timeout, UnixFileLock
 
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.store.location import error_text, locate_locks
+from deepgemm_jit.store.trust import DamagedError, believe, opened
 
 _LOGGER = logging.getLogger("deepgemm_jit.store")
 _SAY_SO_AFTER_S = 5.0
@@ -40,10 +44,10 @@ class Locks:
         self._threads: dict[tuple[int, str], threading.Lock] = {}
 
     @contextmanager
-    def hold_in_process(self, name: str) -> Iterator[bool]:
-        """Exclude the other threads of this process only; yields False after the time limit."""
+    def hold_in_process(self, name: str, what: str) -> Iterator[bool]:
+        """Exclude the other threads of this process only; as :meth:`hold`."""
         lock = self._threads.setdefault((os.getpid(), name), threading.Lock())
-        held = lock.acquire(timeout=min(self._settings.lock_timeout_s, threading.TIMEOUT_MAX))
+        held = self._waited_for(lambda limit_s: lock.acquire(timeout=limit_s), what, lambda: "another thread of this process")
         try:
             yield held
         finally:
@@ -70,35 +74,41 @@ class Locks:
         try:
             path = locate_locks(self._settings) / f"{name}.lock"
             # filelock takes a file that it cannot create for one that another process holds, and waits.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError(errno.EINVAL, "is not a regular file", str(path))
+            finally:
+                os.close(descriptor)
             # A soft lock (a file that exists) would outlive a killed holder: no fallback to one.
             lock = UnixFileLock(path, mode=0o600, fallback_to_soft=False, preserve_lock_file=True, on_acquired=_sign)
-            return lock if self._waited_for(lock, path, what) else None
+            return lock if self._waited_for(partial(_acquired, lock), what, lambda: f"{_holder(path)} (lock {path})") else None
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 _LOGGER.warning("locks do not work, other processes may compile the same kernels: %s", error_text(error))
             return None
 
-    def _waited_for(self, lock: UnixFileLock, path: Path, what: str) -> bool:
+    def _waited_for(self, acquired: Callable[[float], bool], what: str, holder: Callable[[], str]) -> bool:
+        """Call ``acquired`` with the seconds that it may wait; whoever waits long is told for what and for whom, once."""
         limit_s = min(self._settings.lock_timeout_s, threading.TIMEOUT_MAX)
         start_s = time.monotonic()
-        with suppress(Timeout):
-            lock.acquire(timeout=min(limit_s, _SAY_SO_AFTER_S))
+        if acquired(min(limit_s, _SAY_SO_AFTER_S)):
             return True
         if limit_s > _SAY_SO_AFTER_S:
-            _LOGGER.warning("waiting for %s, which %s is building (lock %s)", what, _holder(path), path)
-            with suppress(Timeout):
-                lock.acquire(timeout=limit_s - (time.monotonic() - start_s))
+            _LOGGER.warning("waiting for %s, which %s is building", what, holder())
+            if acquired(max(limit_s - (time.monotonic() - start_s), 0)):
                 return True
-        _LOGGER.warning(
-            "gave up after %.1f s on the lock of %s, held by %s (lock %s); going on without it",
-            time.monotonic() - start_s,
-            what,
-            _holder(path),
-            path,
-        )
+        waited_s = time.monotonic() - start_s
+        _LOGGER.warning("gave up after %.1f s on the lock of %s, held by %s; going on without it", waited_s, what, holder())
         return False
+
+
+def _acquired(lock: UnixFileLock, limit_s: float) -> bool:
+    with suppress(Timeout):
+        lock.acquire(timeout=limit_s)
+        return True
+    return False
 
 
 def lock_failure(settings: Settings) -> str | None:
@@ -121,9 +131,8 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_HOLDER_BYTES).decode(errors="replace").strip()
-    except OSError:
-        text = ""
+    text = ""
+    # Whatever lies there now is only told, and must not be waited for.
+    with suppress(OSError, DamagedError), opened(path, follow=False, distrust=believe) as (descriptor, _status):
+        text = os.read(descriptor, _MAX_HOLDER_BYTES).decode(errors="replace").strip()
     return text if text and text.isprintable() else "an unknown process"

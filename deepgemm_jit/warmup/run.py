@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
-from deepgemm_jit.settings import Settings, read_settings
+from deepgemm_jit.settings import PREFIX, Settings, read_settings
 from deepgemm_jit.store.location import NAME_ANOTHER, locate
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
@@ -160,4 +160,18 @@ def build_plan(
             raise StoreError(path=path, reason=failure.removeprefix(f"store {path} "), fix=NAME_ANOTHER)
         # By its path, so that a worker does not look for the place, and tell of it, once more.
         build_in_workers(missing, replace(settings, cache_dir=place.root), jobs, timeout_s, note)
+        gone = {spec.name for spec in plan.kernels if builder.try_cached(spec) is None}
+        outcomes = [_removed(each, settings) if each.name in gone and each.outcome != "failed" else each for each in outcomes]
     return WarmupReport(plan.arch, tuple(outcomes), time.monotonic() - started, str(place.root))
+
+
+def _removed(outcome: KernelOutcome, settings: Settings) -> KernelOutcome:
+    """Return what became of a kernel that was stored and is there no longer."""
+    if settings.cache_max_bytes is None:
+        error = "it was stored, and another process has removed it since; run the warm-up again"
+    else:
+        error = (
+            f"it was stored and removed again, as the store may hold {settings.cache_max_bytes} bytes only, and the kernels of "
+            f"this warm-up have more: raise or unset {PREFIX}CACHE_MAX_BYTES"
+        )
+    return replace(outcome, outcome="failed", error=error)

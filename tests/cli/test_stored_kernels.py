@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deepgemm_jit.cli import main, progress
 from deepgemm_jit.errors import KernelNotBuiltError
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import kernel_set
+from deepgemm_jit.store import Entry
 
 pytestmark = pytest.mark.nvrtc
 
@@ -101,6 +103,23 @@ def test_verify_finds_a_damaged_entry_leaves_it_there_and_a_warm_up_mends_it(
     assert answer("verify", "--arch", "sm_90a")["ok"]
 
 
+def test_an_entry_of_another_kernel_under_a_key_is_bad_for_verify_and_missing_for_doctor(
+    answer: Answer, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, other = index_of(store, KERNEL), index_of(store, WHOLE_SET[1].name)
+    strange = replace(Entry.from_json(other.read_bytes()), key=Entry.from_json(index.read_bytes()).key)
+    index.write_bytes(strange.to_json())
+    payload = answer("verify", "--arch", "sm_90a", status=1)
+    assert [fault["path"] for fault in payload["bad"]] == [str(index)]
+    assert [kernel["name"] for kernel in payload["missing"]] == [KERNEL]
+    monkeypatch.setenv("DEEPGEMM_JIT_COMPILE", "never")
+    (kernels,) = [check for check in answer("doctor", status=1)["checks"] if check["name"] == "kernels of sm_90a"]
+    assert kernels["detail"].startswith(f"{len(WHOLE_SET) - 1} of {len(WHOLE_SET)} ")
+    assert not kernels["ok"]
+    assert answer("warmup", "--arch", "sm_90a")["compiled"] == 1
+    assert answer("verify", "--arch", "sm_90a")["ok"]
+
+
 def test_the_command_that_verify_names_builds_what_is_missing(answer: Answer, store: Path) -> None:
     index_of(store, KERNEL).unlink()
     command = answer("verify", "--arch", "sm_90a", status=1)["missing"][0]["command"].split()
@@ -149,6 +168,20 @@ def test_show_tells_an_entry_of_other_sources_from_the_current_one(
     (entry,) = answer("show", KERNEL)["entries"]
     assert not entry["current"]
     assert index.name.startswith(entry["key"])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["of the language", "of a language to come"])
+def test_show_gives_the_facts_of_a_kernel_of_another_version(answer: Answer, run: Run, store: Path, known: bool) -> None:
+    index = index_of(store, KERNEL)
+    entry = Entry.from_json(index.read_bytes())
+    name, spec = (KERNEL + "_s7", entry.spec) if known else ("sm_90a_to_come", "to come")
+    index.write_bytes(replace(entry, entry=name, spec=spec).to_json())
+    payload = answer("show", name)
+    assert (payload["name"], payload["spec"], payload["key"], payload["source"]) == (name, spec, None, None)
+    (stored,) = payload["entries"]
+    assert stored["facts"]["registers"] == entry.facts.registers
+    assert not stored["current"]
+    assert str(entry.facts.registers) in run("show", name).stdout
 
 
 def test_a_warm_up_is_a_bar_on_a_terminal(program: Program, cache_dir: Path) -> None:

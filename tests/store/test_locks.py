@@ -170,6 +170,27 @@ def test_threads_of_a_process_exclude_each_other(cache_dir: Path, sample: Module
     assert seen == [False, True, True]
 
 
+def test_a_long_wait_for_a_thread_says_so_too(
+    cache_dir: Path, sample: ModuleType, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    cache_dir.touch()  # memory only
+    monkeypatch.setattr(locks, "_SAY_SO_AFTER_S", 0.1)
+    store, seen = opened(lock_timeout_s=0.2), []
+
+    def try_lock() -> None:
+        with store.lock(sample.KEY, "kernel k") as held:
+            seen.append(held)
+
+    with store.lock(sample.KEY):
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    waiting, gave_up = [told for told in warnings() if "kernel k" in told]
+    assert waiting.startswith("waiting for kernel k, which another thread of this process is building")
+    assert gave_up.startswith("gave up after 0.")
+
+
 def test_a_store_that_no_process_could_read_makes_no_lock_file(cache_dir: Path, sample: ModuleType, lock_dir: Path) -> None:
     cache_dir.touch()
     with opened().lock(sample.KEY) as held:
@@ -229,6 +250,23 @@ def test_a_planted_link_is_not_written_through(store: Store, sample: ModuleType,
     with store.lock(sample.KEY) as held:
         assert held is False
     assert outside.read_text() == "precious"
+
+
+def test_a_planted_pipe_is_no_lock_and_nobody_waits_for_it(
+    store: Store, sample: ModuleType, lock_dir: Path, warnings: Callable[[], list[str]]
+) -> None:
+    with store.lock(sample.KEY):
+        pass
+    path = lock_file(lock_dir)
+    path.unlink()
+    os.mkfifo(path)
+    with store.lock(sample.KEY) as held:
+        assert held is False
+    (told,) = warnings()
+    assert str(path) in told
+    assert "not a regular file" in told
+    # Planted while another process held the file that lay there before.
+    assert locks._holder(path) == "an unknown process"
 
 
 def test_the_default_lock_folder_is_private_and_named_by_the_uid(

@@ -108,6 +108,15 @@ def test_a_first_run_compiles_the_whole_set_and_a_second_finds_all_of_it(
     assert (second.kernels, second.compiled, second.cached, second.failed) == (len(WHOLE_SET), 0, len(WHOLE_SET), ())
 
 
+def test_kernels_that_the_store_may_not_hold_are_failures_that_name_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_CACHE_MAX_BYTES", "1000")
+    report = warm_up("sm_90a", jobs=2)
+    left = stored_names()
+    assert len(left) < len(WHOLE_SET)
+    assert {outcome.name for outcome in report.failed} == {spec.name for spec in WHOLE_SET} - left
+    assert all("DEEPGEMM_JIT_CACHE_MAX_BYTES" in outcome.error and "1000 bytes" in outcome.error for outcome in report.failed)
+
+
 def test_a_model_warms_up_its_plan_and_no_more(models: Path) -> None:
     report = warm_up("sm_90a", models / "deepseek-v3", jobs=2)
     planned = plan_for("sm_90a", models / "deepseek-v3").kernels

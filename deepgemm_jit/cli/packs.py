@@ -61,7 +61,8 @@ def create(session: Session, file: Path, arch: str | None, **options: Any) -> Re
     """Write the kernels of the store into a pack.
 
     With --arch, the kernel set of that arch or a model's part of it; otherwise all that the store holds.
-    Nothing is written when one of them is damaged or missing. The same kernels give the same bytes.
+    Nothing is written when one of them is damaged or missing, nor over anything but a regular file. The same kernels give
+    the same bytes.
     """
     if arch is None and any(value is not None for value in options.values()):
         raise click.UsageError("--model and its sizes need --arch.")

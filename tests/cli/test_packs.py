@@ -89,6 +89,18 @@ def test_create_writes_nothing_when_a_kernel_is_not_sound(run: Run, store: Path,
     assert not (tmp_path / "some.pack").exists()
 
 
+@pytest.mark.parametrize("path", ["", ".", "/", "fifo"])
+def test_create_over_what_is_no_file_is_an_error_and_not_a_traceback(
+    answer: Answer, store: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    error = answer("pack", "create", path, status=1)["error"]
+    assert error["type"] == "StoreError"
+    assert "the pack cannot be written: it is " in error["message"]
+    assert (tmp_path / "fifo").is_fifo()
+
+
 def test_inspect_shows_what_is_in_a_sound_pack(answer: Answer, run: Run, pack: Path) -> None:
     payload = answer("pack", "inspect", pack)
     assert payload["archs"] == ["sm_90a"]

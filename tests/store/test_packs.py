@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import os
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -158,17 +160,77 @@ def test_a_pack_is_readable_by_all_whatever_the_umask(tmp_path: Path, packed: Ca
     assert (tmp_path / "kernels.pack").stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize("name", ["nowhere/kernels.pack", "folder", "file/kernels.pack"])
+@pytest.mark.parametrize("name", ["nowhere/kernels.pack", "file/kernels.pack"])
 def test_a_pack_that_cannot_be_written_is_an_error_with_path_and_errno(
     tmp_path: Path, packed: Callable[..., bytes], name: str
 ) -> None:
-    (tmp_path / "folder/sub").mkdir(parents=True)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StoreError, match="errno") as refused:
         write_pack(tmp_path / name, packed())
     assert str(tmp_path / name) in str(refused.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder", "link to a file", "link to a device", "link to nothing"])
+def test_what_is_no_file_is_never_replaced_by_a_pack(
+    tmp_path: Path, packed: Callable[..., bytes], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, aim = tmp_path / "some.pack", tmp_path / "aim"
+    if kind.endswith("device"):
+        try:
+            os.mknod(aim, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes a device")
+    elif kind == "link to a file":
+        aim.write_bytes(b"of somebody")
+    if kind.startswith("link"):
+        path.symlink_to(aim)
+    elif kind == "device":
+        path = aim
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        monkeypatch.chdir(tmp_path)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    before = {file: file.lstat().st_ino for file in tmp_path.iterdir()}
+    with pytest.raises(StoreError, match=r"cannot be written: it is (a symbolic link|a folder|not a regular file)\. Name a"):
+        write_pack(path, packed())
+    assert {file: file.lstat().st_ino for file in tmp_path.iterdir()} == before
+    assert not aim.is_file() or aim.read_bytes() == b"of somebody"
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "../"])
+def test_a_path_without_a_file_name_is_refused(
+    tmp_path: Path, packed: Callable[..., bytes], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match="cannot be written: it is a folder"):
+        write_pack(Path(name), packed())
+
+
+def test_a_pack_is_on_the_disk_before_it_has_its_name(
+    pack: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, fsync, replace_file = [], os.fsync, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        happened.append(("fsync", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def noted_replace(temp: Path, target: Path) -> Path:
+        happened.append(("replace", temp.stat().st_size))
+        return replace_file(temp, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    data = packed("12.9", "13.0")
+    write_pack(pack, data)  # over one that is there
+    assert happened == [("fsync", len(data)), ("replace", len(data))]
+    assert pack.read_bytes() == data
 
 
 # ---- what is ignored, with one warning
@@ -331,6 +393,32 @@ def test_no_flipped_bit_is_believed(tmp_path: Path, packed: Callable[..., bytes]
     assert served == {True}  # a flip in the directory at the end, which no reader believes
 
 
+def test_an_object_whose_header_is_changed_is_not_served(pack: Path, sample: ModuleType) -> None:
+    data, opened_pack = pack.read_bytes(), read_pack(pack)
+    (entry,) = opened_pack.entries
+    start = opened_pack.offsets[entry.digest]
+    for place in range(start, data.index(sample.cubin_for().image)):
+        pack.write_bytes(flipped(data, place))
+        with pytest.raises(DamagedError, match="does not hold object"):
+            opened_pack.load_cubin(entry)
+
+
+def test_no_more_is_read_for_a_manifest_than_the_limit_whatever_the_file_says(
+    tmp_path: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked, pread = tmp_path / "kernels.pack", [], os.pread
+    path.write_bytes(lying_size(packed()))
+
+    def noted(descriptor: int, length: int, offset: int) -> bytes:
+        asked.append(length)
+        return pread(descriptor, min(length, MAX_MANIFEST_BYTES + 1), offset)
+
+    monkeypatch.setattr(os, "pread", noted)
+    with pytest.raises(DamagedError):
+        read_pack(path)
+    assert max(asked) == MAX_MANIFEST_BYTES + 1
+
+
 @pytest.mark.parametrize("damage", ["flipped", "gone", "cut", "of other kernels"])
 def test_an_object_that_turns_out_to_be_damaged_ends_the_use_of_its_pack(
     pack: Path,
@@ -411,8 +499,6 @@ def test_what_is_no_file_is_ignored_and_nobody_waits(
     elif kind == "link to nothing":
         path.symlink_to("nothing")
     elif kind == "socket":
-        import socket
-
         monkeypatch.chdir(tmp_path)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)

@@ -115,7 +115,7 @@ def test_a_request_that_a_pack_does_not_hold_is_a_miss(pack: Path, sample: Modul
 
 def test_a_hit_in_the_store_looks_for_no_pack(sample: ModuleType, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
-    monkeypatch.setattr("deepgemm_jit.store.packs._find", lambda settings: pytest.fail("looked for packs"))
+    monkeypatch.setattr("deepgemm_jit.store.packs._find", lambda *_: pytest.fail("looked for packs"))
     assert get(store, sample, nvrtc_version="13.5") is not None
     assert get(store, sample) is not None
 
@@ -605,3 +605,131 @@ def test_a_damaged_pack_of_a_package_is_ignored_and_import_works(
     assert get(store, sample) is None
     (told,) = warnings()
     assert str(path) in told
+
+
+BROKEN = {
+    "not UTF-8": b"[console_scripts]\nfoo = \xff:foo\n",
+    "a line without =": b"[console_scripts]\nfoo\n",
+    "a pack without =": b"[deepgemm_jit.packs]\nsm_90.pack\n",
+    "a line before any group": b"foo\n",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("site", ["a", "z"], ids=["before", "after"])
+def test_broken_metadata_of_another_package_hides_no_pack(
+    package: Callable[..., Path],
+    store: Store,
+    tmp_path: Path,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    text: bytes,
+    site: str,
+) -> None:
+    package()
+    info = tmp_path / site / "foo-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes(text)
+    monkeypatch.setattr(sys, "path", [str(info.parent), *sys.path] if site == "a" else [*sys.path, str(info.parent)])
+    for _ in range(2):
+        assert get(store, sample) == sample.cubin_for()
+        assert store.get("0" * 64, spec_text=sample.SPEC.text) is None
+    told = warnings()
+    assert len(told) <= 1  # what comes before any group is for some Pythons no fault
+    assert all(f"packs of distribution {info} are ignored" in line for line in told)
+    assert told or text == BROKEN["a line before any group"]
+    assert len(store.packs()) == 1
+
+
+def test_a_pack_of_a_distribution_without_a_readable_name_is_ignored(
+    package: Callable[..., Path], store: Store, sample: ModuleType, warnings: Callable[[], list[str]]
+) -> None:
+    info = package().parents[1] / "shipped_kernels-1.0.dist-info"
+    (info / "METADATA").write_bytes(b"Name: \xff\n")
+    assert get(store, sample) is None
+    (told,) = warnings()
+    assert str(info) in told and "UnicodeDecodeError" in told
+
+
+class Broken:
+    """A finder that some package has put into the import system."""
+
+    def __init__(self, broken: str, error: Exception) -> None:
+        self.broken, self.error = broken, error
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if self.broken == "find_spec" and name.startswith("shipped"):
+            raise self.error
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        if self.broken == "find_distributions":
+            raise self.error
+        return []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyError("broken"), OSError(errno.ELOOP, "broken")])
+@pytest.mark.parametrize("broken", ["find_spec", "find_distributions"])
+def test_a_finder_that_raises_ends_no_call(
+    package: Callable[..., Path],
+    pack: Path,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    error: Exception,
+) -> None:
+    package()
+    monkeypatch.setattr(sys, "meta_path", [Broken(broken, error), *sys.meta_path])
+    store = Store.open(read_settings())
+    for _ in range(2):
+        assert get(store, sample) == (None if broken == "find_spec" else sample.cubin_for())
+    (told,) = warnings()
+    assert "broken" in told and ("shipped_kernels" in told if broken == "find_spec" else "Broken" in told)
+    assert get(opened(pack), sample) == sample.cubin_for()
+
+
+def test_a_process_without_descriptors_looks_for_packs_again(
+    package: Callable[..., Path],
+    store: Store,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "meta_path", [Broken("find_distributions", OSError(errno.EMFILE, "full")), *sys.meta_path])
+        assert get(store, sample) is None
+    assert len(warnings()) == 1
+    assert get(store, sample) == sample.cubin_for()
+
+
+def test_packs_of_packages_are_asked_in_the_order_of_their_names(
+    package: Callable[..., Path], store: Store, tmp_path: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{letter}_kernels" for letter in "hbgdafce"]
+    for name in names:
+        folder = tmp_path / "site" / name
+        folder.mkdir(parents=True)
+        for file in ("one.pack", "two.pack"):
+            (folder / file).write_bytes(packed())
+        info = tmp_path / "site" / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[deepgemm_jit.packs]\ntwo.pack = {name}\none.pack = {name}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    wanted = [tmp_path / "site" / name / file for name in sorted(names) for file in ("one.pack", "two.pack")]
+    assert [found.path for found in store.packs()] == wanted
+
+
+def test_a_shadowed_distribution_ships_no_pack(
+    package: Callable[..., Path], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = package()
+    info = tmp_path / "later/shipped_kernels-0.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shipped-kernels\nVersion: 0.9\n")
+    (info / "entry_points.txt").write_text("[deepgemm_jit.packs]\nold.pack = shipped_kernels\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(info.parent)])
+    assert [found.path for found in store.packs()] == [path]

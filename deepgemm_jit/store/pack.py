@@ -12,6 +12,7 @@ import io
 import json
 import os
 import secrets
+import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -136,11 +137,16 @@ def pack_bytes(library_version: str, entries: Sequence[Entry], image_of: Callabl
 
 
 def write_pack(path: Path, data: bytes) -> None:
-    """Write a pack, whole or not at all, readable by every user; one that is there is replaced.
+    """Write a pack, whole or not at all, readable by every user; a file that is there is replaced.
+
+    Anything else that is there stays: renaming a file over a FIFO, a device or a link would take that away from its users.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: it cannot be written, or something that is no regular file is there.
     """
+    if what := _in_the_way(path):
+        reason, fix = f"the pack cannot be written: it {what}", "Name a file, or a path where nothing is yet"
+        raise StoreError(path=str(path), reason=reason, fix=fix)
     temp = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
         try:
@@ -156,6 +162,19 @@ def write_pack(path: Path, data: bytes) -> None:
     except OSError as error:
         reason = f"the pack cannot be written: {error.strerror} (errno {error.errno})"
         raise StoreError(path=str(path), reason=reason, fix="Name a file in a folder that can be written") from error
+
+
+def _in_the_way(path: Path) -> str | None:
+    """Return what is at a path that no pack must replace; None where there is nothing, or a regular file."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None  # nothing is there, or the write will meet the same error
+    if stat.S_ISREG(status.st_mode):
+        return None
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    return "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
 
 
 def _order(entry: Entry) -> tuple[str, tuple[int, int]]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from deepgemm_jit.cli import main
 from deepgemm_jit.errors import KernelNotBuiltError
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import kernel_set
+from deepgemm_jit.store import Entry, Store
+from deepgemm_jit.store.pack import pack_bytes, read_pack, write_pack
 
 pytestmark = pytest.mark.nvrtc
 
@@ -89,6 +92,40 @@ def test_create_writes_nothing_when_a_kernel_is_not_sound(run: Run, store: Path,
     assert not (tmp_path / "some.pack").exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--arch", "sm_90a")], ids=["all", "arch"])
+@pytest.mark.parametrize("fault", ["object missing", "another kernel"])
+def test_create_writes_nothing_when_another_compilers_entry_of_a_kernel_is_not_sound(
+    run: Run, store: Path, tmp_path: Path, fault: str, options: tuple[str, ...]
+) -> None:
+    first, second = (Entry.from_json(file.read_bytes()) for file in sorted(store.glob("v1/kernels/*"))[:2])
+    if fault == "object missing":
+        bad = replace(first, nvrtc_version="1.0", digest="0" * 64)
+    else:
+        bad = replace(second, key=first.key, nvrtc_version="1.0")
+    (store / "v1/kernels" / f"{bad.key}.1.0.json").write_bytes(bad.to_json())
+    result = run("pack", "create", tmp_path / "some.pack", *options)
+    assert result.exit_code == 1
+    assert "no pack is written" in result.stderr and f"{bad.key}.1.0" in result.stderr
+    assert not (tmp_path / "some.pack").exists()
+
+
+def test_create_for_an_arch_passes_over_damage_that_is_not_its_own(answer: Answer, store: Path, tmp_path: Path) -> None:
+    (store / "v1/kernels" / f"{'f' * 64}.1.0.json").write_bytes(b"damaged")
+    assert answer("pack", "create", tmp_path / "some.pack", "--arch", "sm_90a")["kernels"] == len(WHOLE_SET)
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "fifo"])
+def test_create_over_what_is_no_file_is_an_error_and_not_a_traceback(
+    answer: Answer, store: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    error = answer("pack", "create", path, status=1)["error"]
+    assert error["type"] == "StoreError"
+    assert "the pack cannot be written: it is " in error["message"]
+    assert (tmp_path / "fifo").is_fifo()
+
+
 def test_inspect_shows_what_is_in_a_sound_pack(answer: Answer, run: Run, pack: Path) -> None:
     payload = answer("pack", "inspect", pack)
     assert payload["archs"] == ["sm_90a"]
@@ -123,7 +160,8 @@ def test_what_is_no_pack_is_refused(run: Run, tmp_path: Path, command: str, path
 
 
 def test_install_fills_a_store_with_the_same_bytes(answer: Answer, full: Path, pack: Path, cache_dir: Path) -> None:
-    assert answer("pack", "install", pack) == {"pack": str(pack), "kernels": len(WHOLE_SET), "store": str(cache_dir)}
+    installed = answer("pack", "install", pack)
+    assert installed == {"pack": str(pack), "kernels": len(WHOLE_SET), "skipped": [], "store": str(cache_dir)}
     files = [
         {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         for root in (cache_dir, full / "store")
@@ -131,6 +169,121 @@ def test_install_fills_a_store_with_the_same_bytes(answer: Answer, full: Path, p
     assert files[0] == files[1]
     assert answer("verify", "--arch", "sm_90a")["ok"]
     assert answer("warmup", "--arch", "sm_90a")["compiled"] == 0
+
+
+NEW_SPEC = "family=made_later;arch=sm_90a;lanes=4"
+
+
+def packed(path: Path, pack: Path, change: Callable[[list[Entry]], list[Entry]]) -> Path:
+    """Write a pack of the same objects whose entries are changed."""
+    whole = read_pack(pack)
+    images = {entry.digest: whole.load_cubin(entry).image for entry in whole.entries}
+    write_pack(path, pack_bytes(whole.library_version, change([*whole.entries]), lambda entry: images[entry.digest]))
+    return path
+
+
+def test_kernels_of_a_newer_library_are_named_and_skipped_and_the_others_installed(
+    answer: Answer, run: Run, pack: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    # In the middle, by key: what comes before and after is installed.
+    newer = packed(
+        tmp_path / "newer.pack", pack, lambda entries: [*entries, replace(entries[0], key="8" + "0" * 63, spec=NEW_SPEC)]
+    )
+    name = read_pack(newer).entries[0].entry
+    unknown = [{"name": name, "spec": NEW_SPEC}]
+    inspected = answer("pack", "inspect", newer)
+    assert (inspected["unknown"], len(inspected["kernels"])) == (unknown, len(WHOLE_SET) + 1)
+    assert f"does not know them: {name}" in run("pack", "inspect", newer).stdout
+    installed = answer("pack", "install", newer)
+    assert (installed["skipped"], installed["kernels"]) == (unknown, len(WHOLE_SET))
+    assert f"does not know them: {name}" in run("pack", "install", newer).stdout
+    assert len(list(cache_dir.glob("v1/kernels/*"))) == len(WHOLE_SET)
+    assert answer("verify", "--arch", "sm_90a")["ok"]
+
+
+def test_a_pack_of_nothing_that_is_known_is_not_installed(run: Run, pack: Path, tmp_path: Path, cache_dir: Path) -> None:
+    newer = packed(tmp_path / "newer.pack", pack, lambda entries: [replace(entries[0], key="f" * 64, spec=NEW_SPEC)])
+    result = run("pack", "install", newer)
+    assert result.exit_code == 1
+    assert str(newer) in result.stderr and "Update deepgemm-jit" in result.stderr
+
+
+def under_the_key_of_another(entries: list[Entry]) -> list[Entry]:
+    return [replace(entries[1], key=entries[0].key), *entries[1:]]
+
+
+def of_another_name(entries: list[Entry]) -> list[Entry]:
+    return [replace(entries[1], key="f" * 64, spec=entries[0].spec), *entries]
+
+
+@pytest.mark.parametrize("change", [under_the_key_of_another, of_another_name])
+def test_a_kernel_that_is_not_the_one_of_its_key_or_spec_is_named(
+    answer: Answer,
+    run: Run,
+    pack: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[Entry]], list[Entry]],
+) -> None:
+    wrong = packed(tmp_path / "wrong.pack", pack, change)
+    key = read_pack(pack).entries[0].key if change is under_the_key_of_another else "f" * 64
+    for command in ("inspect", "install"):
+        result = run("pack", command, wrong)
+        assert result.exit_code == 1
+        assert f"store {wrong}: the pack holds another kernel under {key}." in result.stderr
+        assert "the spec asks for" in result.stderr
+    assert not list(cache_dir.rglob("*.json"))
+    monkeypatch.setenv("DEEPGEMM_JIT_PACKS", str(wrong))
+    (fault,) = answer("verify", status=1)["bad"]
+    assert fault["path"] == str(wrong) and key in fault["reason"]
+    assert answer("list")["packs"][0]["kernels"] == 0
+
+
+def test_kernels_of_other_sources_than_this_library_has_are_sound(answer: Answer, pack: Path, tmp_path: Path) -> None:
+    older = packed(tmp_path / "older.pack", pack, lambda entries: [replace(entries[0], key="f" * 64), *entries[1:]])
+    assert answer("pack", "inspect", older)["unknown"] == []
+    assert answer("pack", "install", older)["kernels"] == len(WHOLE_SET)
+
+
+@pytest.mark.parametrize("command", ["inspect", "install"])
+@pytest.mark.parametrize("mode", [0o664, 0o666])
+def test_a_pack_that_others_may_write_is_refused_with_what_mends_it(
+    run: Run, answer: Answer, pack: Path, tmp_path: Path, command: str, mode: int
+) -> None:
+    copy = tmp_path / "a copy.pack"
+    shutil.copyfile(pack, copy)
+    copy.chmod(mode)
+    result = run("pack", command, copy)
+    assert result.exit_code == 1
+    mend = f"chmod go-w '{copy}'"
+    assert result.stderr.endswith(f"Run: {mend}\n")
+    subprocess.run(mend, shell=True, check=True)
+    answer("pack", command, copy)
+
+
+def test_install_tells_of_kernels_that_the_limit_of_the_store_does_not_keep(
+    answer: Answer, pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_CACHE_MAX_BYTES", "1000")
+    message = answer("pack", "install", pack, status=1)["error"]["message"]
+    assert f"{len(WHOLE_SET) - 1} of {len(WHOLE_SET)} kernels of {pack} are not kept" in message
+    assert "1000 bytes by DEEPGEMM_JIT_CACHE_MAX_BYTES. Raise or unset" in message
+    monkeypatch.setenv("DEEPGEMM_JIT_CACHE_MAX_BYTES", str(2**30))
+    answer("pack", "install", pack)
+
+
+def test_install_that_cannot_go_on_says_how_much_is_there(run: Run, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, done = Store.put, []
+
+    def put_three(store: Store, *arguments: Any, **more: Any) -> bool:
+        done.append(arguments)
+        return len(done) <= 3 and put(store, *arguments, **more)
+
+    monkeypatch.setattr(Store, "put", put_three)
+    result = run("pack", "install", pack)
+    assert result.exit_code == 1
+    assert f"3 of {len(WHOLE_SET)} kernels of {pack} had been put into it" in result.stderr
 
 
 def test_install_into_a_store_that_cannot_be_written_exits_with_1_and_the_reason(run: Run, pack: Path) -> None:

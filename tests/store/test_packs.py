@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import os
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -113,7 +115,7 @@ def test_a_request_that_a_pack_does_not_hold_is_a_miss(pack: Path, sample: Modul
 
 def test_a_hit_in_the_store_looks_for_no_pack(sample: ModuleType, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.put(sample.KEY, sample.cubin_for(), spec_text=sample.SPEC.text)
-    monkeypatch.setattr("deepgemm_jit.store.packs._find", lambda settings: pytest.fail("looked for packs"))
+    monkeypatch.setattr("deepgemm_jit.store.packs._find", lambda *_: pytest.fail("looked for packs"))
     assert get(store, sample, nvrtc_version="13.5") is not None
     assert get(store, sample) is not None
 
@@ -158,17 +160,77 @@ def test_a_pack_is_readable_by_all_whatever_the_umask(tmp_path: Path, packed: Ca
     assert (tmp_path / "kernels.pack").stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize("name", ["nowhere/kernels.pack", "folder", "file/kernels.pack"])
+@pytest.mark.parametrize("name", ["nowhere/kernels.pack", "file/kernels.pack"])
 def test_a_pack_that_cannot_be_written_is_an_error_with_path_and_errno(
     tmp_path: Path, packed: Callable[..., bytes], name: str
 ) -> None:
-    (tmp_path / "folder/sub").mkdir(parents=True)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StoreError, match="errno") as refused:
         write_pack(tmp_path / name, packed())
     assert str(tmp_path / name) in str(refused.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder", "link to a file", "link to a device", "link to nothing"])
+def test_what_is_no_file_is_never_replaced_by_a_pack(
+    tmp_path: Path, packed: Callable[..., bytes], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, aim = tmp_path / "some.pack", tmp_path / "aim"
+    if kind.endswith("device"):
+        try:
+            os.mknod(aim, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes a device")
+    elif kind == "link to a file":
+        aim.write_bytes(b"of somebody")
+    if kind.startswith("link"):
+        path.symlink_to(aim)
+    elif kind == "device":
+        path = aim
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        monkeypatch.chdir(tmp_path)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    before = {file: file.lstat().st_ino for file in tmp_path.iterdir()}
+    with pytest.raises(StoreError, match=r"cannot be written: it is (a symbolic link|a folder|not a regular file)\. Name a"):
+        write_pack(path, packed())
+    assert {file: file.lstat().st_ino for file in tmp_path.iterdir()} == before
+    assert not aim.is_file() or aim.read_bytes() == b"of somebody"
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "../"])
+def test_a_path_without_a_file_name_is_refused(
+    tmp_path: Path, packed: Callable[..., bytes], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match="cannot be written: it is a folder"):
+        write_pack(Path(name), packed())
+
+
+def test_a_pack_is_on_the_disk_before_it_has_its_name(
+    pack: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, fsync, replace_file = [], os.fsync, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        happened.append(("fsync", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def noted_replace(temp: Path, target: Path) -> Path:
+        happened.append(("replace", temp.stat().st_size))
+        return replace_file(temp, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    data = packed("12.9", "13.0")
+    write_pack(pack, data)  # over one that is there
+    assert happened == [("fsync", len(data)), ("replace", len(data))]
+    assert pack.read_bytes() == data
 
 
 # ---- what is ignored, with one warning
@@ -331,6 +393,32 @@ def test_no_flipped_bit_is_believed(tmp_path: Path, packed: Callable[..., bytes]
     assert served == {True}  # a flip in the directory at the end, which no reader believes
 
 
+def test_an_object_whose_header_is_changed_is_not_served(pack: Path, sample: ModuleType) -> None:
+    data, opened_pack = pack.read_bytes(), read_pack(pack)
+    (entry,) = opened_pack.entries
+    start = opened_pack.offsets[entry.digest]
+    for place in range(start, data.index(sample.cubin_for().image)):
+        pack.write_bytes(flipped(data, place))
+        with pytest.raises(DamagedError, match="does not hold object"):
+            opened_pack.load_cubin(entry)
+
+
+def test_no_more_is_read_for_a_manifest_than_the_limit_whatever_the_file_says(
+    tmp_path: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked, pread = tmp_path / "kernels.pack", [], os.pread
+    path.write_bytes(lying_size(packed()))
+
+    def noted(descriptor: int, length: int, offset: int) -> bytes:
+        asked.append(length)
+        return pread(descriptor, min(length, MAX_MANIFEST_BYTES + 1), offset)
+
+    monkeypatch.setattr(os, "pread", noted)
+    with pytest.raises(DamagedError):
+        read_pack(path)
+    assert max(asked) == MAX_MANIFEST_BYTES + 1
+
+
 @pytest.mark.parametrize("damage", ["flipped", "gone", "cut", "of other kernels"])
 def test_an_object_that_turns_out_to_be_damaged_ends_the_use_of_its_pack(
     pack: Path,
@@ -411,8 +499,6 @@ def test_what_is_no_file_is_ignored_and_nobody_waits(
     elif kind == "link to nothing":
         path.symlink_to("nothing")
     elif kind == "socket":
-        import socket
-
         monkeypatch.chdir(tmp_path)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
@@ -519,3 +605,131 @@ def test_a_damaged_pack_of_a_package_is_ignored_and_import_works(
     assert get(store, sample) is None
     (told,) = warnings()
     assert str(path) in told
+
+
+BROKEN = {
+    "not UTF-8": b"[console_scripts]\nfoo = \xff:foo\n",
+    "a line without =": b"[console_scripts]\nfoo\n",
+    "a pack without =": b"[deepgemm_jit.packs]\nsm_90.pack\n",
+    "a line before any group": b"foo\n",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("site", ["a", "z"], ids=["before", "after"])
+def test_broken_metadata_of_another_package_hides_no_pack(
+    package: Callable[..., Path],
+    store: Store,
+    tmp_path: Path,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    text: bytes,
+    site: str,
+) -> None:
+    package()
+    info = tmp_path / site / "foo-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes(text)
+    monkeypatch.setattr(sys, "path", [str(info.parent), *sys.path] if site == "a" else [*sys.path, str(info.parent)])
+    for _ in range(2):
+        assert get(store, sample) == sample.cubin_for()
+        assert store.get("0" * 64, spec_text=sample.SPEC.text) is None
+    told = warnings()
+    assert len(told) <= 1  # what comes before any group is for some Pythons no fault
+    assert all(f"packs of distribution {info} are ignored" in line for line in told)
+    assert told or text == BROKEN["a line before any group"]
+    assert len(store.packs()) == 1
+
+
+def test_a_pack_of_a_distribution_without_a_readable_name_is_ignored(
+    package: Callable[..., Path], store: Store, sample: ModuleType, warnings: Callable[[], list[str]]
+) -> None:
+    info = package().parents[1] / "shipped_kernels-1.0.dist-info"
+    (info / "METADATA").write_bytes(b"Name: \xff\n")
+    assert get(store, sample) is None
+    (told,) = warnings()
+    assert str(info) in told and "UnicodeDecodeError" in told
+
+
+class Broken:
+    """A finder that some package has put into the import system."""
+
+    def __init__(self, broken: str, error: Exception) -> None:
+        self.broken, self.error = broken, error
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if self.broken == "find_spec" and name.startswith("shipped"):
+            raise self.error
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        if self.broken == "find_distributions":
+            raise self.error
+        return []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyError("broken"), OSError(errno.ELOOP, "broken")])
+@pytest.mark.parametrize("broken", ["find_spec", "find_distributions"])
+def test_a_finder_that_raises_ends_no_call(
+    package: Callable[..., Path],
+    pack: Path,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    error: Exception,
+) -> None:
+    package()
+    monkeypatch.setattr(sys, "meta_path", [Broken(broken, error), *sys.meta_path])
+    store = Store.open(read_settings())
+    for _ in range(2):
+        assert get(store, sample) == (None if broken == "find_spec" else sample.cubin_for())
+    (told,) = warnings()
+    assert "broken" in told and ("shipped_kernels" in told if broken == "find_spec" else "Broken" in told)
+    assert get(opened(pack), sample) == sample.cubin_for()
+
+
+def test_a_process_without_descriptors_looks_for_packs_again(
+    package: Callable[..., Path],
+    store: Store,
+    sample: ModuleType,
+    warnings: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "meta_path", [Broken("find_distributions", OSError(errno.EMFILE, "full")), *sys.meta_path])
+        assert get(store, sample) is None
+    assert len(warnings()) == 1
+    assert get(store, sample) == sample.cubin_for()
+
+
+def test_packs_of_packages_are_asked_in_the_order_of_their_names(
+    package: Callable[..., Path], store: Store, tmp_path: Path, packed: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{letter}_kernels" for letter in "hbgdafce"]
+    for name in names:
+        folder = tmp_path / "site" / name
+        folder.mkdir(parents=True)
+        for file in ("one.pack", "two.pack"):
+            (folder / file).write_bytes(packed())
+        info = tmp_path / "site" / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[deepgemm_jit.packs]\ntwo.pack = {name}\none.pack = {name}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    wanted = [tmp_path / "site" / name / file for name in sorted(names) for file in ("one.pack", "two.pack")]
+    assert [found.path for found in store.packs()] == wanted
+
+
+def test_a_shadowed_distribution_ships_no_pack(
+    package: Callable[..., Path], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = package()
+    info = tmp_path / "later/shipped_kernels-0.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shipped-kernels\nVersion: 0.9\n")
+    (info / "entry_points.txt").write_text("[deepgemm_jit.packs]\nold.pack = shipped_kernels\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(info.parent)])
+    assert [found.path for found in store.packs()] == [path]

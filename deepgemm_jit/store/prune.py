@@ -8,10 +8,10 @@ loses its object, whatever the order of their steps.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,14 +20,17 @@ from pathlib import Path
 
 from deepgemm_jit.errors import StoreError
 from deepgemm_jit.store.entry import Entry
+from deepgemm_jit.store.folders import empty, files_in, remove
 from deepgemm_jit.store.key import SCHEMA
-from deepgemm_jit.store.tree import TAKEN_OUT, Tree, files_in
+from deepgemm_jit.store.tree import TAKEN_OUT, Tree
 from deepgemm_jit.store.trust import DamagedError
 
 _TOP = re.compile(r"v([0-9]{1,9})(\.[0-9a-f]{8})?")
 _FOLDERS = {"kernels", "objects", "tmp", "quarantine"}
-_ATTEMPTS = 5
+_REPLACED = re.compile(r"(kernels|objects|tmp|quarantine)\.[0-9a-f]{8}")
+_TAKEN_OUT = re.compile(rf"[0-9a-f]{{32}}{re.escape(TAKEN_OUT)}")
 _TAKEN_OUT_OLD_S = 3600.0
+_NO_SCHEMA = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ def prune(
 ) -> Pruned:
     """Remove what dead writers left, what is damaged or set aside, objects of no entry, and entries by age and size.
 
+    No link is followed. Where an entry cannot be read, all objects stay, as it may need one of them.
+
     Args:
         tree: what to prune.
         max_bytes: most that may stay; the entries that were used last stay.
@@ -71,11 +76,13 @@ def prune(
         objects_too: read every object, to find those that are damaged.
 
     Raises:
-        OSError: nothing can be written here.
+        OSError: nothing can be written here, or the store itself is a link.
     """
+    if tree.top.is_symlink():  # believed below a trusted root; but what lies elsewhere is not ours to remove
+        raise NotADirectoryError(errno.ENOTDIR, "is a symbolic link, through which nothing is removed", str(tree.top))
     now_s = tree.probe()
     freed_bytes = tree.sweep(now_s) + _cleared(tree, now_s)
-    index = list(_index(tree, objects_too=objects_too))
+    index, is_whole = _index(tree, objects_too=objects_too)
     objects = {path.name: (path, status) for path, status in _seen(path for path, _ in tree.object_names())}
     doomed: list[_Indexed] = []
     staying: list[_Indexed] = []
@@ -90,19 +97,21 @@ def prune(
     named = {each.entry.digest for each in index if each.entry is not None and each.path not in gone}
     taken = [
         (path, status, aside)
-        for digest, (path, status) in objects.items()
+        for digest, (path, status) in (objects.items() if is_whole else ())
         if digest not in named and (aside := tree.take_out(path, status)) is not None
     ]
-    # Only now is it sure that a writer who has not found its object gone has an entry that is seen.
-    named = {each.entry.digest for each in _index(tree) if each.entry is not None} if taken else named
+    if taken:
+        # Only now is it sure that a writer who has not found its object gone has an entry that is seen.
+        again, is_whole = _index(tree)
+        named = {each.entry.digest for each in again if each.entry is not None}
     for path, status, aside in taken:
-        if path.name in named:
+        if path.name in named or not is_whole:
             with suppress(FileNotFoundError):  # cleared away meanwhile
                 tree.put_back(aside, path)
         elif _remove(aside):
             freed_bytes += status.st_size
     kept_bytes = sum(each.status.st_size for each in index if each.path not in gone)
-    kept_bytes += sum(status.st_size for digest, (_, status) in objects.items() if digest in named)
+    kept_bytes += sum(status.st_size for digest, (_, status) in objects.items() if digest in named or not is_whole)
     return Pruned(tuple(sorted(path.name for path in gone)), freed_bytes, kept_bytes)
 
 
@@ -126,48 +135,62 @@ def remove_other_schemas(root: Path) -> int:
 def _tops(root: Path) -> list[tuple[Path, int]]:
     found = [(path, match) for path in sorted(root.iterdir()) if (match := _TOP.fullmatch(path.name))]
     # A leftover of an earlier removal counts as no schema: it goes in any case.
-    return [(path, -1 if match[2] else int(match[1])) for path, match in found]
+    return [(path, _NO_SCHEMA if match[2] else int(match[1])) for path, match in found]
 
 
 def _remove_tree(root: Path, top: Path) -> int:
     aside = root / f"{top.name.partition('.')[0]}.{secrets.token_hex(4)}"
-    size_bytes = 0
-    with suppress(FileNotFoundError):  # another process clears as well
-        found = top.iterdir() if stat.S_ISDIR(top.lstat().st_mode) else [top / "no folder"]
-        if strange := {path.name.partition(".")[0] for path in found} - _FOLDERS:
+    try:  # another process may clear as well
+        if strange := _strange(top):
             reason = f"holds {', '.join(sorted(strange))}, which is none of a store's"
             raise StoreError(path=str(top), reason=reason, fix="Name the root of a store, or remove the folder by hand")
         top.rename(aside)
-        size_bytes = sum(status.st_size for _, status in _seen(aside.rglob("*")) if not stat.S_ISDIR(status.st_mode))
-    for attempt in range(_ATTEMPTS):
-        try:
-            shutil.rmtree(aside)
-            break
-        except FileNotFoundError:
-            break
-        except OSError:
-            # A write that was under way when the folder was moved may still land in it.
-            if attempt == _ATTEMPTS - 1:
-                raise
-    return size_bytes
+        return remove(aside)
+    except FileNotFoundError:
+        return 0
 
 
-def _index(tree: Tree, *, objects_too: bool = False) -> Iterator[_Indexed]:
-    for path, key, version in tree.names():
+def _strange(top: Path) -> set[str]:
+    """Return what a store would not hold."""
+    found = top.iterdir() if stat.S_ISDIR(top.lstat().st_mode) else [top / "no folder"]
+    return {path.name.partition(".")[0] for path in found} - _FOLDERS
+
+
+def _index(tree: Tree, *, objects_too: bool = False) -> tuple[list[_Indexed], bool]:
+    """Return the entries, and whether that is all of them: one that cannot be read now is not ours to judge."""
+    found, is_whole = [], not tree.kernels.is_symlink()
+    for path, key, version in tree.names() if is_whole else ():
         try:
             status = path.lstat()
-            entry = tree.load_entry(key, version)
-            if objects_too:
-                tree.load_cubin(entry)
-        except DamagedError:
-            yield _Indexed(path, status, None)
         except FileNotFoundError:
-            if path.exists():  # without its object; otherwise it is gone meanwhile
-                yield _Indexed(path, status, None)
-        except OSError:  # cannot be read now: not ours to judge
             continue
-        else:
-            yield _Indexed(path, status, entry)
+        except OSError:
+            is_whole = False
+            continue
+        try:
+            entry = tree.load_entry(key, version)
+        except DamagedError:
+            found.append(_Indexed(path, status, None))
+            continue
+        except FileNotFoundError:
+            if os.path.lexists(path):  # a link to nothing; otherwise it is gone meanwhile
+                found.append(_Indexed(path, status, None))
+            continue
+        except OSError:
+            is_whole = False
+            continue
+        found.append(_Indexed(path, status, entry if not objects_too or _has_object(tree, entry) else None))
+    return found, is_whole
+
+
+def _has_object(tree: Tree, entry: Entry) -> bool:
+    try:
+        tree.load_cubin(entry)
+    except (DamagedError, FileNotFoundError):
+        return False
+    except OSError:  # not ours to judge
+        return True
+    return True
 
 
 def _over(
@@ -195,12 +218,24 @@ def _over(
 
 
 def _cleared(tree: Tree, now_s: float) -> int:
-    """Remove what was set aside, and what a prune took out and then died; return how many bytes that was."""
-    aside = list(_seen([tree.quarantine] if tree.quarantine.exists() and not tree.quarantine.is_dir() else []))
-    aside += _seen(files_in(tree.quarantine))
-    taken_out = _seen(path for path in files_in(tree.tmp) if path.suffix == TAKEN_OUT)
-    aside += [(path, status) for path, status in taken_out if now_s - status.st_ctime > _TAKEN_OUT_OLD_S]
-    return sum(status.st_size for path, status in aside if _remove(path))
+    """Remove what was set aside, and what a prune or a clear took out and then died; return how many bytes that was."""
+    freed_bytes = 0
+    for fault in tree.folder_faults():
+        with suppress(OSError):
+            if fault.path.parent == tree.objects:
+                tree.set_aside(fault)
+            elif fault.path == tree.quarantine:
+                freed_bytes += remove(tree.quarantine)
+    freed_bytes += empty(tree.quarantine)
+    aside = [path for path in files_in(tree.top) if _REPLACED.fullmatch(path.name)]
+    taken_out = [path for path in files_in(tree.tmp) if _TAKEN_OUT.fullmatch(path.name)]
+    with suppress(OSError):
+        taken_out += [path for path, schema in _tops(tree.root) if schema == _NO_SCHEMA and not _strange(path)]
+    aside += [path for path, status in _seen(taken_out) if now_s - status.st_ctime > _TAKEN_OUT_OLD_S]
+    for path in aside:
+        with suppress(OSError):
+            freed_bytes += remove(path)
+    return freed_bytes
 
 
 def _seen(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
@@ -215,10 +250,7 @@ def _remove(path: Path | None) -> bool:
     if path is None:
         return False
     try:
-        if stat.S_ISDIR(path.lstat().st_mode):
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
     except OSError:
         return False
     return True

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from deepgemm_jit.store.folders import entered, names_in
+
 _NAME = re.compile(r"(?P<machine>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<started>[0-9]{1,20})-[0-9a-f]{16}")
 _OLD_S = 24 * 3600.0
 """Age at which a file of a process that cannot be asked for is a leftover; no write takes so long."""
@@ -63,16 +65,15 @@ def sweep(folder: Path, now_s: float) -> int:
     Raises:
         OSError: the folder cannot be read; a file that cannot be looked at or removed is left.
     """
-    freed_bytes, found = 0, []
-    with suppress(FileNotFoundError), os.scandir(folder) as files:
-        found = [match for file in files if (match := _NAME.fullmatch(file.name))]
-    for match in found:
-        with suppress(OSError):
-            path = folder / match.string
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and (_is_dead(match) or now_s - status.st_mtime > _OLD_S):
-                path.unlink()
-                freed_bytes += status.st_size
+    freed_bytes = 0
+    # Not through a link: what lies elsewhere is not ours to remove.
+    with suppress(FileNotFoundError, NotADirectoryError), entered(folder) as descriptor:
+        for match in filter(None, map(_NAME.fullmatch, names_in(descriptor))):
+            with suppress(OSError):
+                status = os.stat(match.string, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and (_is_dead(match) or now_s - status.st_mtime > _OLD_S):
+                    os.unlink(match.string, dir_fd=descriptor)
+                    freed_bytes += status.st_size
     return freed_bytes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import OperandError
 from deepgemm_jit.spec import KernelSpec
 from deepgemm_jit.store.entry import MAX_ENTRY_BYTES, Entry
+from deepgemm_jit.store.folders import files_in
 from deepgemm_jit.store.key import SCHEMA, is_digest, is_nvrtc_version
 from deepgemm_jit.store.temp import sweep, written
 from deepgemm_jit.store.trust import DamagedError, distrust, make_private_dir, read_file
@@ -23,18 +25,11 @@ from deepgemm_jit.store.trust import DamagedError, distrust, make_private_dir, r
 _T = TypeVar("_T")
 _SUFFIX = ".json"
 _PREFIX_DIGITS = 2
+_PREFIX = re.compile(r"[0-9a-f]{2}")
 TAKEN_OUT = ".removed"
 """Ends the names of files in ``tmp/`` that a prune has taken out and is about to remove."""
 _ATTEMPTS = 10
 _TAKEN_BY_A_FOLDER = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return what lies in a folder, sorted; nothing where there is none, as another process may have cleared it away."""
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 class Tree:
@@ -50,11 +45,12 @@ class Tree:
         # For readers, inside a root of 0700: one chmod of it by its owner serves other users. Where all who may write are
         # trusted, their umask decides, so that a group can fill one store.
         self._folder_mode, self._file_mode = (0o777, 0o666) if trusted else (0o755, 0o644)
-        self._top = root / f"v{SCHEMA}"
-        self.kernels = self._top / "kernels"
-        self.objects = self._top / "objects"
-        self.tmp = self._top / "tmp"
-        self.quarantine = self._top / "quarantine"
+        self.root = root
+        self.top = root / f"v{SCHEMA}"
+        self.kernels = self.top / "kernels"
+        self.objects = self.top / "objects"
+        self.tmp = self.top / "tmp"
+        self.quarantine = self.top / "quarantine"
 
     def index_path(self, key: str, nvrtc_version: str) -> Path:
         """Return the path of an index entry."""
@@ -77,21 +73,18 @@ class Tree:
                 yield self.kernels / name, found_key, version
 
     def object_names(self) -> Iterator[tuple[Path, str]]:
-        """Yield path and digest of the objects, sorted; other files are skipped."""
-        for folder in files_in(self.objects):
-            for path in files_in(folder) if len(folder.name) == _PREFIX_DIGITS else ():
+        """Yield path and digest of the objects, sorted; other files are skipped, and no link to a folder is followed."""
+        for folder in self._object_folders():
+            for path in files_in(folder):
                 if is_digest(path.name) and path.name[:_PREFIX_DIGITS] == folder.name:
                     yield path, path.name
 
     def folder_faults(self) -> Iterator[DamagedError]:
         """Yield the folders through which nothing is written, as others could change what lies there."""
-        for folder in (self._top, self.kernels, self.objects, self.tmp, self.quarantine):
+        for folder in (self.top, self.kernels, self.objects, self.tmp, self.quarantine, *self._object_folders()):
             with suppress(FileNotFoundError):
-                status = folder.lstat()
-                if not stat.S_ISDIR(status.st_mode) and not (self._trusted and folder.is_dir()):
-                    yield DamagedError(folder, "is a symbolic link" if folder.is_symlink() else "is not a folder", status)
-                elif not self._trusted and (reason := distrust(status)):
-                    yield DamagedError(folder, reason, status)
+                if fault := self._folder_fault(folder, folder.lstat()):
+                    yield fault
 
     def load_entry(self, key: str, nvrtc_version: str, spec: KernelSpec | None = None) -> Entry:
         """Read one index entry; with ``spec``, one of another spec is damaged. Without, it is looked at and not used.
@@ -152,7 +145,8 @@ class Tree:
 
     def sweep(self, now_s: float | None = None) -> int:
         """Remove what dead writers left and return how many bytes that was; raises OSError where nothing can be written."""
-        return sweep(self.tmp, self.probe() if now_s is None else now_s)
+        now_s = self.probe() if now_s is None else now_s
+        return 0 if self.top.is_symlink() else sweep(self.tmp, now_s)
 
     def take_out(self, path: Path, status: os.stat_result) -> Path | None:
         """Move a file that was seen with ``status`` out of the way; return where it is, or None when another had its name."""
@@ -245,17 +239,39 @@ class Tree:
             temp.replace(path)
 
     def _make_dir(self, folder: Path) -> None:
-        if folder != self._top:
+        if folder != self.top:
             self._make_dir(folder.parent)
         else:
             make_private_dir(folder.parent)  # whoever removed it meanwhile
-        try:
-            folder.mkdir(self._folder_mode)
-        except FileExistsError:
-            status = folder.lstat()
-            if not self._trusted and (reason := distrust(status)):
-                raise PermissionError(errno.EACCES, f"the folder {reason}", str(folder)) from None
-            if not stat.S_ISDIR(status.st_mode) and not folder.is_dir():
-                # Not into quarantine, which may be what this is about. Names with a dot are none of a store's.
-                folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}"))
+        for _ in range(_ATTEMPTS - 1):
+            try:
                 folder.mkdir(self._folder_mode)
+                return
+            except FileExistsError:
+                with suppress(FileNotFoundError):
+                    status = folder.lstat()
+                    fault = self._folder_fault(folder, status)
+                    if fault is None:
+                        return
+                    self._take_away(fault, status)
+        folder.mkdir(self._folder_mode)
+
+    def _take_away(self, fault: DamagedError, status: os.stat_result) -> None:
+        folder = fault.path
+        if folder.parent == self.objects:
+            self.set_aside(fault)  # what it held is built again
+        elif folder == self.quarantine or self._trusted or not distrust(status):
+            # Not into quarantine, which may be what this is about. Names with a dot are none of a store's.
+            folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}"))
+        else:
+            raise PermissionError(errno.EACCES, f"the folder {fault.reason}", str(folder))
+
+    def _object_folders(self) -> list[Path]:
+        return [folder for folder in files_in(self.objects) if _PREFIX.fullmatch(folder.name)]
+
+    def _folder_fault(self, folder: Path, status: os.stat_result) -> DamagedError | None:
+        """Return why a folder must not be used, or None. Most may be links below a trusted root, as its user made them."""
+        if not stat.S_ISDIR(status.st_mode) and not (self._trusted and folder != self.quarantine and folder.is_dir()):
+            return DamagedError(folder, "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder", status)
+        reason = None if self._trusted else distrust(status)
+        return DamagedError(folder, reason, status) if reason else None

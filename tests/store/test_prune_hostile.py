@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -45,8 +46,14 @@ def top(cache_dir: Path) -> Path:
     return cache_dir / "v1"
 
 
-def make_deep(path: Path) -> None:
+@pytest.fixture
+def make_deep(cache_dir: Path) -> Iterator[Callable[[Path], None]]:
     """Make a folder in a folder in a folder, deeper than a path can name and Python can recurse."""
+    yield _make_deep
+    subprocess.run(["rm", "-rf", cache_dir], check=True)  # pytest could not
+
+
+def _make_deep(path: Path) -> None:
     path.mkdir()
     folder = os.open(path, os.O_RDONLY)
     for _ in range(DEPTH):
@@ -144,7 +151,9 @@ def test_an_entry_that_is_replaced_while_a_prune_looks_stays(
 
 @pytest.mark.parametrize("how", ["prune", "limit", "clear"])
 @pytest.mark.parametrize("place", ["kernels", "objects", "quarantine"])
-def test_no_depth_of_a_planted_folder_is_too_much(filled: Store, sample: ModuleType, top: Path, place: str, how: str) -> None:
+def test_no_depth_of_a_planted_folder_is_too_much(
+    filled: Store, sample: ModuleType, top: Path, make_deep: Callable[[Path], None], place: str, how: str
+) -> None:
     planted = {
         "kernels": top / f"kernels/{'e' * 64}.13.5.json",
         "objects": top / "objects/ee" / ("e" * 64),

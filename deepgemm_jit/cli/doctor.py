@@ -178,7 +178,10 @@ def _store(opened: Opened | StoreError) -> Check:
         return Check("store", True, f"{place.text}; not created yet")
     failure = opened.builder.store.write_failure()
     if failure is None:
-        return Check("store", True, place.text)
+        # What is wrong with an entry mends itself on its next use; a folder is in the way of many.
+        spoilt = [found for found in opened.examined().damage if not found.index_name]
+        told = "; ".join([place.text, *(f"{found.path} {found.reason}" for found in spoilt)])
+        return Check("store", not spoilt, told, "Run deepgemm-jit prune, which moves that out of the way" if spoilt else "")
     if opened.entries() and not _may_write(root):
         return Check("store", True, f"{place.text}; read only: hits are served, misses stay in memory")
     return Check("store", False, f"{place.text}; {failure.removeprefix(f'store {root} ')}", NAME_ANOTHER)

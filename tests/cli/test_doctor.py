@@ -112,6 +112,20 @@ def test_a_store_that_others_may_write_is_a_fault(doctor: Doctor, tmp_path: Path
     assert str(shared) in checks["store"]["detail"]
 
 
+def test_a_folder_of_objects_that_others_may_write_is_a_fault_until_prune_has_moved_it(
+    doctor: Doctor, program: Program, cache_dir: Path
+) -> None:
+    build(kernel_set("sm_90a")[0])
+    spoilt = next(cache_dir.glob("v1/objects/??"))
+    spoilt.chmod(0o777)
+    found = doctor()["store"]
+    assert not found["ok"]
+    assert str(spoilt) in found["detail"]
+    assert "deepgemm-jit prune" in found["fix"]
+    assert program("-m", "deepgemm_jit", "prune").returncode == 0
+    assert doctor()["store"]["ok"]
+
+
 def test_a_read_only_store_of_root_serves_another_user_and_is_no_fault() -> None:
     if os.geteuid() != 0:
         pytest.skip(f"only root can become another user; this is uid {os.geteuid()}")

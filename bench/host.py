@@ -92,7 +92,7 @@ def parts_of(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.
             contexts.leave(pushed)
 
     return {
-        "who traces or watches": lambda: prepared.runs_eagerly(operands),
+        "whether anything watches": prepared.is_watched,
         "current stream": lambda: torch._C._cuda_getCurrentRawStream(device),
         "context check": enter_and_leave,
         "key of the call": lambda: prepared._key_at(options, stream, operands),

@@ -12,7 +12,7 @@ from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
 from deepgemm_jit.ops.launching import call_on, kernel_for, run_gemm
 from deepgemm_jit.ops.library import define
-from deepgemm_jit.ops.prepared import Operands, remember, runs_eagerly, try_again
+from deepgemm_jit.ops.prepared import Operands, are_plain, is_watched, remember, try_again
 from deepgemm_jit.ops.quant import as_m_major, transposed_bytes
 from deepgemm_jit.spec import N_MAJOR, GemmProblem, Layout
 
@@ -230,10 +230,12 @@ def _taken_apart(operation: str, a: Scaled, b: Scaled) -> Operands:
 
 def _call(operation: str, run: Callable[..., None], operator: str, operands: Operands, *options: object) -> None:
     """Run an operator: through torch's dispatcher only where somebody traces or watches."""
-    if runs_eagerly(operands):
-        if not try_again((operation, *options), operands):
+    if not is_watched():
+        if try_again((operation, *options), operands):
+            return
+        if are_plain(operands):
             run(*operands, *options)
-        return
+            return
     names = _SCALED_MATRICES if len(operands) > len(_MATRICES) + 1 else _MATRICES
     group_data = "masked_m" if operation.endswith("masked") else "m_indices"
     checks.require_tensors(operation, **dict(zip((*names, group_data), operands, strict=False)))

@@ -62,17 +62,22 @@ class PreparedLaunch:
     params_pointer: int
 
 
-def runs_eagerly(operands: Operands) -> bool:
-    """Return whether an operator may be run without torch's dispatcher: for plain tensors, while nothing traces or watches."""
-    if torch.compiler.is_compiling():
-        return False
-    for operand in operands:
-        if type(operand) not in _PLAIN_TENSORS:
-            return False
-    if len(operands) > 4 and (operands[1].is_neg() or operands[3].is_neg()):
-        return False  # scales that torch has yet to negate: the dispatcher does
+def is_watched() -> bool:
+    """Return whether something traces or watches, so that calls must go through torch's dispatcher."""
+    if torch.compiler.is_compiling():  # first: the questions below are none that a trace could follow
+        return True
     watched = _len_torch_dispatch_stack() or _len_torch_function_stack() or _get_tracing_state() is not None
-    return not watched and peek_interpreter_stack() is None and not _profiler_enabled()
+    return bool(watched) or peek_interpreter_stack() is not None or _profiler_enabled()
+
+
+def are_plain(operands: Operands) -> bool:
+    """Return whether an operator may be run on these without torch's dispatcher, as long as nothing watches."""
+    return _PLAIN_TENSORS.issuperset(map(type, operands)) and not _are_lazily_negated(operands)
+
+
+def _are_lazily_negated(operands: Operands) -> bool:
+    """Return whether scales are some that torch has yet to negate, which its dispatcher does."""
+    return len(operands) > 4 and (operands[1].is_neg() or operands[3].is_neg())
 
 
 def try_again(options: Key, operands: Operands) -> bool:
@@ -82,12 +87,12 @@ def try_again(options: Key, operands: Operands) -> bool:
         ContextMismatchError: the current stream belongs to a foreign context.
         DriverError: the driver refused the launch.
     """
-    if not operands[0].is_cuda:
+    differentiates = torch.is_grad_enabled()
+    for operand in operands:
+        if type(operand) not in _PLAIN_TENSORS or (differentiates and operand.requires_grad):
+            return False  # the dispatcher takes it, or the checks have an error for it
+    if not operands[0].is_cuda or _are_lazily_negated(operands):
         return False
-    if torch.is_grad_enabled():
-        for operand in operands:
-            if operand.requires_grad:
-                return False  # the checks have an error for it
     device = operands[0].get_device()
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     service = default_service()
@@ -133,8 +138,30 @@ def _key_of(options: Key, operands: Operands) -> Key:
 
 
 def _key_at(options: Key, stream: int, operands: Operands) -> Key:
-    """Return the same with the stream and the addresses: all that is encoded into maps, arguments and configuration."""
-    return options, stream, *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+    """Return the same with the stream and the addresses: all that is encoded into maps, arguments and configuration.
+
+    Flat and written out, because every launch makes and hashes one. Strides are asked for where the shape does not tell them.
+    """
+    group_data: Key = ()
+    if len(operands) in (4, 6):
+        g = operands[-1]
+        group_data = g.data_ptr(), g.shape, g.is_contiguous() or g.stride(), g.dtype, g.get_device()
+    if len(operands) < 5:
+        a, b, d, *_ = operands
+        scales: Key = ()
+    else:
+        a, p, b, q, d, *_ = operands
+        scales = (
+            p.data_ptr(), p.shape, p.is_contiguous() or p.stride(), p.dtype, p.get_device(),
+            q.data_ptr(), q.shape, q.is_contiguous() or q.stride(), q.dtype, q.get_device(),
+        )  # fmt: skip
+    return (
+        options, stream,
+        a.data_ptr(), a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device(),
+        b.data_ptr(), b.shape, b.is_contiguous() or b.stride(), b.dtype, b.get_device(),
+        d.data_ptr(), d.shape, d.is_contiguous() or d.stride(), d.dtype, d.get_device(),
+        *scales, *group_data,
+    )  # fmt: skip
 
 
 def _keep(known: dict[object, Any], key: Key, value: object) -> None:

@@ -395,27 +395,28 @@ def test_eight_threads_repeat_calls_of_both_gpus(driver: DriverDouble, streams: 
 
 
 def test_plain_tensors_run_without_the_dispatcher_and_all_else_goes_through_it(streams: dict[int, int]) -> None:
-    plain = (torch.empty(2), torch.nn.Parameter(torch.empty(2), requires_grad=False))
-    assert prepared.runs_eagerly(plain)
-    assert not prepared.runs_eagerly((*plain, 5))  # type: ignore[arg-type]
+    assert not prepared.is_watched()
     with FakeTensorMode():
-        assert not prepared.runs_eagerly(plain)
+        assert prepared.is_watched()
     with torch.overrides.BaseTorchFunctionMode():
-        assert not prepared.runs_eagerly(plain)
+        assert prepared.is_watched()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not prepared.runs_eagerly(plain)
-    assert prepared.runs_eagerly(plain)
+        assert prepared.is_watched()
+    assert not prepared.is_watched()
     seen: list[bool] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
-        seen.append(prepared.runs_eagerly(plain))
+        seen.append(prepared.is_watched())
         return x
 
     torch.func.vmap(watched)(torch.empty(2))
     with warnings.catch_warnings(action="ignore"):
         torch.jit.trace(watched, torch.empty(2), check_trace=False)
-    assert seen == [False, False]
+    assert seen == [True, True]
+    plain = (torch.empty(2), torch.nn.Parameter(torch.empty(2), requires_grad=False))
+    assert prepared.are_plain(plain)
+    assert not prepared.are_plain((*plain, 5))  # type: ignore[arg-type]
     fake = FakeTensorMode()
     with fake:
         inside = torch.empty(2)
-    assert not prepared.runs_eagerly((inside,))
+    assert not prepared.are_plain((inside,))

@@ -167,6 +167,9 @@ def deep_gemm(layer: Layer, weights: Weights) -> Callable[[Tokens], torch.Tensor
     return lambda tokens: deepgemm.deepgemm_fp8_fp4_experts_forward(module, tokens.hidden, tokens.index, tokens.weights)
 
 
+PEERS = {"bf16": bf16_grouped_mm, "deep_gemm": deep_gemm}
+SIDES = tuple(PEERS)
+
 _FLAGS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
     "_is_expert_parallel": False, "has_post_expert_norm": False,
@@ -242,17 +245,27 @@ def captured(call: Forward) -> Callable[[], None]:
     return graph.replay
 
 
-def stages(call: Forward, rounds: int = 10) -> dict[str, float]:
-    """Return the device time of each kernel of a forward, in microseconds."""
+def stages(replay: Callable[[], None], rounds: int = 15) -> list[dict[str, Any]]:
+    """Return when each kernel of a replay starts and ends, in microseconds after the first one's start; medians."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(rounds):
-            call()
-        torch.cuda.synchronize()
-    return {
-        event.key: round(event.self_device_time_total / rounds, 2)
-        for event in profile.key_averages()
-        if event.self_device_time_total
-    }
+            replay()
+            torch.cuda.synchronize()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    of_one = len(kernels) // rounds
+    replays = [kernels[first : first + of_one] for first in range(0, of_one * rounds, of_one)]
+    return [
+        {
+            "kernel": name,
+            "start_us": round(statistics.median(replayed[at][0] - replayed[0][0] for replayed in replays), 2),
+            "end_us": round(statistics.median(replayed[at][1] - replayed[0][0] for replayed in replays), 2),
+        }
+        for at, (_, _, name) in enumerate(kernels[:of_one])
+    ]
 
 
 def extra_bytes(call: Forward) -> int:
@@ -301,13 +314,13 @@ def first_forwards(layer: Layer) -> dict[str, float]:
 # --- one layer
 
 
-def measure(layer: Layer, seconds: float, counts: Sequence[int]) -> list[dict[str, Any]]:
+def measure(layer: Layer, seconds: float, counts: Sequence[int], beside: Sequence[str]) -> list[dict[str, Any]]:
     """Check and time all sides of a layer at every number of tokens."""
     weights = random_weights(layer)
     sides: dict[str, Callable[[Tokens], torch.Tensor]] = {"ours": ours(weights)}
-    for name, make in (("bf16", bf16_grouped_mm), ("deep_gemm", deep_gemm)):
+    for name in beside:
         try:
-            sides[name] = make(layer, weights)
+            sides[name] = PEERS[name](layer, weights)
         except (ImportError, OSError, AttributeError, TypeError, KeyError) as reason:
             print(f"{name} is not here ({type(reason).__name__}: {reason}): it is left out.")
     rows = []
@@ -339,8 +352,8 @@ def measure(layer: Layer, seconds: float, counts: Sequence[int]) -> list[dict[st
             row["ratio"] = round(row["ours_graph_us"] / row["bf16_graph_us"], 4)
         if count == MEMORY_TOKENS:
             row |= {f"{name}_extra_bytes": extra_bytes(call) for name, call in calls.items()}
-        if "ours" in calls:
-            row["ours_stages_us"] = stages(calls["ours"])
+        if "ours" in replays:
+            row["ours_stages"] = stages(replays["ours"])
         rows.append(row)
         print_row(row)
     return rows
@@ -367,6 +380,8 @@ def main() -> int:
     line.add_argument("--seconds", type=float, default=0.3, help="longest timing of one kind of call; default: 0.3")
     line.add_argument("--tokens", type=lambda text: tuple(map(int, text.split(","))), default=TOKENS, metavar="LIST",
                       help=f"default: {','.join(map(str, TOKENS))}")  # fmt: skip
+    line.add_argument("--sides", type=lambda text: tuple(text.split(",")), default=SIDES, metavar="LIST",
+                      help=f"beside ours, of {','.join(SIDES)}; default: both")  # fmt: skip
     line.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "experts.json", metavar="PATH")
     line.add_argument("--first-forward", choices=[layer.name for layer in LAYERS], help=argparse.SUPPRESS)
     options = line.parse_args()
@@ -386,7 +401,7 @@ def main() -> int:
     try:
         with torch.no_grad():
             for layer in LAYERS:
-                rows += measure(layer, options.seconds, options.tokens)
+                rows += measure(layer, options.seconds, options.tokens, options.sides)
                 torch.cuda.empty_cache()
     finally:  # a kernel that dies takes the process along: what was measured before stays
         write_json(options.json, record | {"first_forward_s": first, "rows": rows})

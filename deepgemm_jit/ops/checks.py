@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from deepgemm_jit.errors import ContextMismatchError, OperandError
-from deepgemm_jit.spec import MAX_GROUPS
+from deepgemm_jit.spec import MAX_EXPERTS, MAX_GROUPS
 
 SCALE_BLOCK = 128
+MAX_TOP_K = 16
 SIZE_LIMIT = 2**31
 """Coordinates of the copy engine are signed 32-bit numbers."""
+_ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GRID_LIMIT = 65535
 _CAST_COLUMNS_PER_BLOCK = 128
 _COPY_ALIGNMENT_BYTES = 16
@@ -103,6 +105,68 @@ def check_gemm(
         faults.look_at_rows("b", b, 8 if n_major else k_step)
         if faults.look_at_rows("out", out, 8):
             faults.look_at_output("out", out, groups)
+    faults.raise_if_any()
+
+
+def check_experts(
+    hidden: torch.Tensor,
+    topk_index: torch.Tensor,
+    topk_weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    quantized: bool,
+    n_major: bool,
+    columns_per_column: int | None,
+    fake: bool = False,
+) -> None:
+    """Check all operands of an experts forward, those of its second half too: nothing is launched when one is wrong.
+
+    ``columns_per_column`` of the first GEMM's output make one of the second's input; None: a callback does as it likes.
+
+    Raises:
+        OperandError: all that is wrong with dtypes, ranks, shapes, strides, alignment, devices or gradients.
+        ContextMismatchError: operands on different CUDA devices.
+    """
+    faults = Faults("the experts forward", fake)
+    index_dtype = topk_index.dtype if topk_index.dtype in (torch.int32, torch.int64) else torch.int64
+    routing_dtype = topk_weights.dtype if topk_weights.dtype in _ROUTING_DTYPES else torch.float32
+    weight_dtype, step = (torch.float8_e4m3fn, 16) if quantized else (torch.bfloat16, 8)
+    looked_at = [
+        faults.look_at("hidden", hidden, torch.bfloat16, 2),
+        faults.look_at("topk_index", topk_index, index_dtype, 2),
+        faults.look_at("topk_weights", topk_weights, routing_dtype, 2),
+        faults.look_at("gate_up weights", up, weight_dtype, 3),
+        faults.look_at("down weights", down, weight_dtype, 3),
+    ]
+    if not all(looked_at):
+        faults.raise_if_any()
+    faults.look_at_devices(
+        {"hidden": hidden, "topk_index": topk_index, "topk_weights": topk_weights, "gate_up weights": up, "down weights": down}
+    )
+    (tokens, hidden_size), top_k, experts = hidden.shape, topk_index.shape[1], up.shape[0]
+    intermediate = down.shape[1 if n_major else 2]
+    wide = up.shape[2 if n_major else 1] if columns_per_column is None else columns_per_column * intermediate
+    up_k = up.shape[1 if n_major else 2]
+    if hidden_size != up_k:
+        faults.add(f"hidden has {hidden_size} columns and the gate_up weights take {up_k}")
+    if n_major:
+        faults.look_at_shape("gate_up weights", up, (experts, up_k, wide), "(E, H, N1)")
+        faults.look_at_shape("down weights", down, (experts, intermediate, up_k), "(E, I, H)")
+    else:
+        faults.look_at_shape("gate_up weights", up, (experts, wide, up_k), "(E, N1, H)")
+        faults.look_at_shape("down weights", down, (experts, up_k, intermediate), "(E, H, I)")
+    faults.look_at_size("hidden size", hidden_size, step)
+    faults.look_at_size("intermediate size", intermediate, step)
+    faults.look_at_rows("hidden", hidden, 8)
+    faults.look_at_rows("gate_up weights", up, step)
+    faults.look_at_rows("down weights", down, step)
+    faults.look_at_shape("topk_index", topk_index, (tokens, top_k), "(T, k)")
+    faults.look_at_shape("topk_weights", topk_weights, tuple(topk_index.shape), "that of topk_index")
+    if not 1 <= top_k <= MAX_TOP_K:
+        faults.add(f"topk_index has k = {top_k}, needed: 1 to {MAX_TOP_K}")
+    if not 1 <= experts <= MAX_EXPERTS:
+        faults.add(f"there are {experts} experts, needed: 1 to {MAX_EXPERTS}")
     faults.raise_if_any()
 
 

@@ -54,6 +54,11 @@ def get_pdl() -> bool:
     return default_service().overlaps
 
 
+def blocks_for(call: Call, spec: KernelSpec) -> int:
+    """Return how many persistent blocks of a GEMM kernel a call may launch."""
+    return call.limits.blocks(blocks_per_sm(spec))
+
+
 def run(call: Call, spec: KernelSpec, launch: Launch) -> None:
     """Launch a kernel on the stream of a call, built and loaded first if need be."""
     call.launch(spec, launch)
@@ -89,9 +94,9 @@ def run_gemm(
     """
     row_scales = bool(problem.variant) and scales is not None
     gemm = GemmCall(
-        a=_matrices(a),
-        b=_matrices(b),
-        d=_matrices(out),
+        a=matrices(a),
+        b=matrices(b),
+        d=matrices(out),
         group_data=0 if group_data is None else group_data.data_ptr(),
         m=a.shape[-2],
         n=problem.n,
@@ -99,20 +104,21 @@ def run_gemm(
         groups=problem.groups,
         layout=problem.layout,
         alignment=problem.alignment,
-        a_scales=None if scales is None else _m_major(scales[0]),
-        b_scales=None if scales is None else _m_major(scales[1]) if row_scales else _matrices(scales[1]),
+        a_scales=None if scales is None else m_major_matrices(scales[0]),
+        b_scales=None if scales is None else m_major_matrices(scales[1]) if row_scales else matrices(scales[1]),
     )
     service = default_service()
     spec = chosen.kernel.spec
-    blocks = call.limits.blocks(blocks_per_sm(spec))
-    prepare = partial(prepare_gemm, spec, blocks, service.maps, split_k=chosen.split_k, dependent=service.overlaps)
+    prepare = partial(
+        prepare_gemm, spec, blocks_for(call, spec), service.maps, split_k=chosen.split_k, dependent=service.overlaps
+    )
     call.launch(spec, prepare(gemm))
     return gemm, prepare
 
 
 def column_stride(scales: torch.Tensor) -> int:
     """Return the floats between the columns of M-major scales; of a single column, a number that a tensor map takes."""
-    return scales.stride(-1) if scales.size(-1) > 1 else round_up(scales.size(-2), _SCALE_ALIGNMENT)
+    return scales.stride(-1) if scales.size(-1) > 1 else padded_rows(scales.size(-2))
 
 
 def group_stride(tensor: torch.Tensor) -> int:
@@ -131,16 +137,23 @@ def lies_m_major(scales: torch.Tensor) -> bool:
 def empty_m_major(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return unwritten float32 scales of (..., M, columns), M-major with columns padded to 16 bytes."""
     *groups, m, columns = shape
-    column = round_up(max(m, 1), _SCALE_ALIGNMENT)
+    column = padded_rows(max(m, 1))
     strides = (*(column * columns for _ in groups), 1, column)
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
 
 
-def _m_major(scales: torch.Tensor) -> Matrices:
+def padded_rows(rows: int) -> int:
+    """Return the floats that a column of M-major scales takes."""
+    return round_up(rows, _SCALE_ALIGNMENT)
+
+
+def m_major_matrices(scales: torch.Tensor) -> Matrices:
+    """Return what a launch is told of M-major scales."""
     return Matrices(scales.data_ptr(), group_stride(scales), column_stride(scales))
 
 
-def _matrices(tensor: torch.Tensor) -> Matrices:
+def matrices(tensor: torch.Tensor) -> Matrices:
+    """Return what a launch is told of a matrix or a stack of them."""
     # One row has no row stride: torch reports anything there, and a map wants a multiple of 16 bytes.
     row_stride = tensor.stride(-2) if tensor.size(-2) > 1 else round_up(tensor.size(-1), 16)
     return Matrices(tensor.data_ptr(), group_stride(tensor), row_stride)

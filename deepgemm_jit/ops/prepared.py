@@ -19,6 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from deepgemm_jit.errors import UnloadedKernelError
 from deepgemm_jit.runtime import GemmCall, KeptLaunch, Launch, LoadedKernel, Matrices, keep
 from deepgemm_jit.service import Call, default_service
+from deepgemm_jit.spec import KernelSpec
 
 Key = tuple[object, ...]
 """Of a call: the name of its operation and its options; and what its operands are."""
@@ -53,7 +54,7 @@ class PreparedGemm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLaunch:
-    """A GEMM launch with its parameters laid out, tensor maps included, on one stream; ``kept`` and ``config`` own them."""
+    """A launch with its parameters laid out, tensor maps included, on one stream; ``kept`` and ``config`` own them."""
 
     kernel: LoadedKernel
     kept: KeptLaunch
@@ -106,7 +107,7 @@ def try_again(options: Key, operands: Operands) -> bool:
             prepared = None if gemm is None else _try_moved(gemm, stream, *[t.data_ptr() for t in operands])
             if prepared is None:
                 return False
-            _keep(known, key, prepared)
+            keep_in(known, key, prepared)
         prepared.kernel.launch_entered(context, prepared.config_pointer, prepared.params_pointer)
     except UnloadedKernelError:
         return False
@@ -129,7 +130,7 @@ def remember(
     span = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True)) + 1
     group_bytes = groups.numel() * groups.element_size() if gemm.group_data else 0
     prepared = PreparedGemm(kernel, prepare, gemm, span * out.element_size(), group_bytes)
-    _keep(call.prepared, _key_of(options, operands), prepared)
+    keep_in(call.prepared, _key_of(options, operands), prepared)
 
 
 def _key_of(options: Key, operands: Operands) -> Key:
@@ -164,10 +165,22 @@ def _key_at(options: Key, stream: int, operands: Operands) -> Key:
     )  # fmt: skip
 
 
-def _keep(known: dict[object, Any], key: Key, value: object) -> None:
-    if len(known) >= _CAPACITY:
+def keep_in(known: dict[Any, Any], key: object, value: object, capacity: int | None = None) -> None:
+    """Keep what a call left for the next one like it; ``capacity`` is that of a context unless given."""
+    if len(known) >= (_CAPACITY if capacity is None else capacity):
         known.clear()  # rare, and what is used comes back at once
     known[key] = value
+
+
+def prepared_on(call: Call, spec: KernelSpec, prepare: Callable[[], Launch]) -> PreparedLaunch:
+    """Return a launch on the stream of a call, its kernel built and loaded first if need be."""
+    kernel = call.kernel(spec)
+    return _prepared(kernel, keep(prepare()), call.stream)
+
+
+def _prepared(kernel: LoadedKernel, kept: KeptLaunch, stream: int) -> PreparedLaunch:
+    config = kernel.config_for(kept.launch, stream)
+    return PreparedLaunch(kernel, kept, config, config.getPtr(), kept.launch.params_pointer)
 
 
 def _try_moved(prepared: PreparedGemm, stream: int, *addresses: int) -> PreparedLaunch | None:
@@ -191,9 +204,7 @@ def _try_moved(prepared: PreparedGemm, stream: int, *addresses: int) -> Prepared
         a_scales=gemm.a_scales and _moved(gemm.a_scales, a_scale),
         b_scales=gemm.b_scales and _moved(gemm.b_scales, b_scale),
     )
-    kernel, kept = prepared.kernel, keep(prepared.prepare(moved))
-    config = kernel.config_for(kept.launch, stream)
-    return PreparedLaunch(kernel, kept, config, config.getPtr(), kept.launch.params_pointer)
+    return _prepared(prepared.kernel, keep(prepared.prepare(moved)), stream)
 
 
 def _moved(matrices: Matrices, address: int) -> Matrices:

@@ -13,7 +13,7 @@ from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
 from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
 
-_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xI4x")
+_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xII")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
 _SCALE_BYTES = 4
 _N_MAJOR_BOX = 64
@@ -50,11 +50,18 @@ class GemmCall(NamedTuple):
 
 
 def prepare_gemm(
-    spec: KernelSpec, blocks: int, maps: TensorMaps, call: GemmCall, split_k: int = 1, dependent: bool = False
+    spec: KernelSpec,
+    blocks: int,
+    maps: TensorMaps,
+    call: GemmCall,
+    split_k: int = 1,
+    dependent: bool = False,
+    waits_for_tokens: bool = False,
 ) -> Launch:
     """Prepare the launch of a GEMM: at most ``blocks`` persistent ones, or tiles if fewer.
 
-    A cluster takes one tile at a time: those of its blocks side by side, or ``split_k`` parts of the k-blocks of one.
+    A cluster takes one tile at a time: those of its blocks side by side, or ``split_k`` parts of the k-blocks of one. A dependent
+    launch that ``waits_for_tokens`` may read all but A and its scales before the kernels in front of it end.
 
     Raises:
         DriverError: the driver refuses to encode a tensor map.
@@ -75,13 +82,15 @@ def prepare_gemm(
     shape = (call.group_data, call.m, call.n, call.groups, call.layout.value, call.alignment)
     layout = _BF16_GEMM
     head: tuple[int, ...] = ()
+    tail: tuple[int, ...] = ()
     if spec.family != BF16_GEMM:
         a_scales, b_scales = _given(call.a_scales), _given(call.b_scales)
         boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
-        layout, head = _FP8_GEMM, b_scales
-    params = lay_out(layout, (*head, *call.d, *shape, k_blocks), [maps.map_for(box) for box in boxes])
+        layout, head, tail = _FP8_GEMM, b_scales, (waits_for_tokens,)
+    values = (*head, *call.d, *shape, k_blocks, *tail)
+    params = lay_out(layout, values, [maps.map_for(box) for box in boxes])
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)
 
 

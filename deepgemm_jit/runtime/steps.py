@@ -26,6 +26,10 @@ _COMBINE = struct.Struct(f"<QQQ{_PAIRS}qII")
 _WARP = 32
 _WARPS = 8
 _LANE_BYTES = 16
+_ROUTED_BY_A_BLOCK = 2048
+"""Pairs that one block routes sooner than a cluster has met."""
+_ROUTE_CLUSTER = 8
+_LEAST_ROUTE_WARPS = 4
 
 
 class Gate(Enum):
@@ -144,32 +148,35 @@ def prepare_transpose(spec: KernelSpec, call: TransposeCall) -> Launch:
     return Launch(grid, (threads(spec), 1, 1), lay_out(_TRANSPOSE, values))
 
 
-def prepare_route(spec: KernelSpec, call: RouteCall) -> Launch:
-    """Prepare a ``route`` launch: one block."""
+def prepare_route(spec: KernelSpec, call: RouteCall, dependent: bool = False) -> Launch:
+    """Prepare a ``route`` launch: one block, or a cluster where there are many pairs; a warp for each 32 of them."""
     params = lay_out(_ROUTE, (*call.pairs, call.pairs.rows, call.ends, call.experts, call.alignment))
-    return Launch((1, 1, 1), (threads(spec), 1, 1), params)
+    blocks = 1 if call.pairs.total <= _ROUTED_BY_A_BLOCK else _ROUTE_CLUSTER
+    warps = min(max(-(-call.pairs.total // (blocks * _WARP)), _LEAST_ROUTE_WARPS), threads(spec) // _WARP)
+    return Launch((blocks, 1, 1), (warps * _WARP, 1, 1), params, blocks, dependent)
 
 
-def prepare_gather(spec: KernelSpec, call: RowsCall) -> Launch:
-    """Prepare a ``gather`` launch: a warp per pair and 256 columns."""
+def prepare_gather(spec: KernelSpec, call: RowsCall, dependent: bool = True) -> Launch:
+    """Prepare a ``gather`` launch: a block per token and 2048 columns."""
     values = (call.input, call.output, call.scales, call.static_scales, *call.pairs, call.input_stride, call.scales_stride)
-    return _by_pairs(spec, call, lay_out(_GATHER, (*values, call.columns)))
+    return _by_tokens(spec, call.pairs, call.columns, lay_out(_GATHER, (*values, call.columns)), dependent)
 
 
-def prepare_activate(spec: KernelSpec, call: RowsCall) -> Launch:
+def prepare_activate(spec: KernelSpec, call: RowsCall, dependent: bool = True) -> Launch:
     """Prepare an ``activate`` launch: a warp per pair and 256 columns of the result."""
     values = (call.input, call.output, call.scales, call.static_scales, *call.pairs, call.input_stride, call.scales_stride)
     gate = (call.gate.value, call.interleaved, call.limit, call.alpha)
-    return _by_pairs(spec, call, lay_out(_ACTIVATE, (*values, call.columns, *gate)))
+    params = lay_out(_ACTIVATE, (*values, call.columns, *gate))
+    grid = (-(-call.pairs.total // _WARPS), -(-call.columns // spec.block[0]), 1)
+    return Launch(grid, (_WARP, _WARPS, 1), params, 1, dependent)
 
 
-def prepare_combine(spec: KernelSpec, call: CombineCall) -> Launch:
+def prepare_combine(spec: KernelSpec, call: CombineCall, dependent: bool = True) -> Launch:
     """Prepare a ``combine`` launch: a block per token and 2048 columns."""
     values = (call.input, call.weights, call.output, *call.pairs, call.input_stride, call.columns, call.bf16_weights)
-    tokens = call.pairs.total // call.pairs.top_k
-    return Launch((tokens, -(-call.columns // spec.block[0]), 1), (threads(spec), 1, 1), lay_out(_COMBINE, values))
+    return _by_tokens(spec, call.pairs, call.columns, lay_out(_COMBINE, values), dependent)
 
 
-def _by_pairs(spec: KernelSpec, call: RowsCall, params: int) -> Launch:
-    grid = (-(-call.pairs.total // _WARPS), -(-call.columns // spec.block[0]), 1)
-    return Launch(grid, (_WARP, _WARPS, 1), params)
+def _by_tokens(spec: KernelSpec, pairs: Pairs, columns: int, params: int, dependent: bool) -> Launch:
+    grid = (pairs.total // pairs.top_k, -(-columns // spec.block[0]), 1)
+    return Launch(grid, (threads(spec), 1, 1), params, 1, dependent)

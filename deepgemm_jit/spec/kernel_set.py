@@ -69,8 +69,8 @@ STEP_KERNELS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]] = {
     CAST_TO_FP8: ((("bf16", "e4m3"), ("f32", "e4m3")), (128,)),
     SCALE_LAYOUT: ((("f32",),), (64, 32)),
     TRANSPOSE: ((("u8",),), (64, 64)),
-    ROUTE: ((("i32",),), (1024,)),
-    GATHER: ((("bf16", "e4m3"), ("bf16", "bf16")), (256,)),
+    ROUTE: ((("i32",),), (512,)),
+    GATHER: ((("bf16", "e4m3"), ("bf16", "bf16")), (2048,)),
     ACTIVATE: ((("bf16", "e4m3"), ("bf16", "bf16")), (256,)),
     COMBINE: ((("bf16",),), (2048,)),
 }
@@ -100,7 +100,7 @@ def threads(spec: KernelSpec) -> int:
         return 128 * _consumers(spec.block[1]) + 64
     if is_gemm(spec):
         return 128 * (1 + _consumers(spec.block[0]))
-    return 1024 if spec.family == ROUTE else 256
+    return 512 if spec.family == ROUTE else 256
 
 
 def blocks_per_sm(spec: KernelSpec) -> int:

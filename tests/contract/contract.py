@@ -68,6 +68,7 @@ def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
         "STG": chunks + 1,
         **_roles(0),
         **_UNIFORM,
+        "ACQBULK": 2,  # all wait, or one warp while weights arrive
     }
 
 
@@ -118,12 +119,12 @@ def _transpose(spec: KernelSpec) -> dict[str, int]:
 
 
 def _route(spec: KernelSpec) -> dict[str, int]:
-    # Two passes over the pairs (int32 or int64), one match of equal experts per round.
-    return {"MATCH.ANY": 1, "STG": 2}
+    # Two passes over the pairs, eight times 32 in a step: a match of equal experts each, and then a row; ends of experts.
+    return {"MATCH.ANY": 16, "STG": 9}
 
 
 def _gather(spec: KernelSpec) -> dict[str, int]:
-    # 16 bytes in per lane; FP8 out in words of 4 and a scale, or 16 bytes of bf16.
+    # 16 bytes in per lane; 8 bytes of FP8 out and a scale, or 16 bytes of bf16.
     return {"LDG.E.128": 1, **_rows_out(spec)}
 
 
@@ -133,7 +134,7 @@ def _activate(spec: KernelSpec) -> dict[str, int]:
 
 
 def _rows_out(spec: KernelSpec) -> dict[str, int]:
-    return {"STG.E.128": 0, "STG": 3} if spec.dtypes[1] == "e4m3" else {"STG.E.128": 1, "STG": 1}
+    return {"STG.E.64": 1, "STG": 2} if spec.dtypes[1] == "e4m3" else {"STG.E.128": 1, "STG": 1}
 
 
 def _combine(spec: KernelSpec) -> dict[str, int]:

@@ -75,7 +75,7 @@ struct Fp8GemmSwapAb {
             block_wait<kThreads>();
         }
         if (split > 1) cluster_arrive();  // nobody sends to a block before it has come here
-        wait_for_kernels_before();
+        if (!arguments.waits_for_tokens) wait_for_kernels_before();
 
         // --- group starts
         if (arguments.shape.counts_rows()) {
@@ -88,6 +88,7 @@ struct Fp8GemmSwapAb {
         if (warp == kWeightsWarp) {
             stream_weights(map_b, scheduler, part, base);
         } else if (warp == kTokensWarp) {
+            if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
             stream_tokens(map_a, map_a_scales, arguments, scheduler, part, base);
         } else {
             consume(arguments, scheduler, part, split, shared, base, warp);

@@ -1,5 +1,5 @@
 // Thread blocks of one cluster: who is who, barriers of all, and memory of another block. PTX ISA: "barrier.cluster", "mapa",
-// "st.async", "mbarrier.arrive", "cp.async.bulk.tensor" (multicast).
+// "ld", "st.async", "mbarrier.arrive", "cp.async.bulk.tensor" (multicast).
 #pragma once
 #include "dj/ptx/copy.cuh"
 
@@ -28,11 +28,23 @@ __device__ inline void cluster_sync() {
     cluster_wait();
 }
 
+// The same for ordinary shared memory: what any thread wrote before is seen by all of the cluster afterwards.
+__device__ inline void cluster_sync_memory() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // mapa: the address of the same place in the shared memory of another block of the cluster.
 __device__ inline uint32_t address_in(uint32_t rank, uint32_t address) {
     uint32_t remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
+}
+
+// ld.shared::cluster: a word of any block.
+__device__ inline uint32_t load_in_cluster(uint32_t remote) {
+    uint32_t word;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(word) : "r"(remote) : "memory");
+    return word;
 }
 
 // mbarrier.arrive at a barrier of any block, as barrier_arrive_if: it orders reads of a stage before the copy that overwrites it.

@@ -1,7 +1,8 @@
-// Gather: copies each pair's token to the pair's row of the grouped matrix, quantized or as it is. Static scales may differ between
-// experts, so a row is quantized per pair and not per token.
+// Gather: copies each token to the rows of its pairs in the grouped matrix, quantized or as it is. A token is read once, and with
+// dynamic scales quantized once; static scales may differ between experts.
 #pragma once
 #include "dj/kernels/experts/rows.cuh"
+#include "dj/ptx/dependent_launch.cuh"
 
 namespace dj {
 
@@ -16,20 +17,26 @@ struct GatherArguments {
     uint32_t columns;  // a multiple of 8, of 16 for E4M3
 };
 
-// Each warp takes 256 columns of one pair.
+// Each thread takes 8 columns of one token; 16 neighbours share a scale.
 template <bool kQuantize>
 __device__ inline void gather(const GatherArguments& arguments) {
-    const uint32_t pair = blockIdx.x * blockDim.y + threadIdx.y;
-    const uint32_t column = blockIdx.y * 256 + threadIdx.x * 8;
-    if (pair >= arguments.pairs.count) return;  // the whole warp
-    const int32_t row = __ldg(arguments.pairs.rows + pair);
-    if (row < 0) return;  // the whole warp
+    const uint32_t token = blockIdx.x;
+    const uint32_t column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     const bool inside = column < arguments.columns;
-    const uint16_t* token = arguments.hidden + pair / arguments.pairs.top_k * arguments.hidden_stride;
-    const uint4 raw = inside ? __ldg(reinterpret_cast<const uint4*>(token + column)) : uint4{0, 0, 0, 0};
+    // The tokens were there before the routing began, which this kernel waits for.
+    const uint16_t* source = arguments.hidden + token * arguments.hidden_stride + column;
     float values[8];
-    unpack_bf16(raw, values);
-    store_columns<kQuantize>(arguments, pair, row, column, inside, values);
+    unpack_bf16(inside ? __ldg(reinterpret_cast<const uint4*>(source)) : uint4{0, 0, 0, 0}, values);
+    RowPart<kQuantize> part(arguments, values);
+    wait_for_kernels_before();
+
+    const uint32_t first = token * arguments.pairs.top_k;
+    const int32_t rows = lane_id() < arguments.pairs.top_k ? arguments.pairs.rows[first + lane_id()] : -1;
+#pragma unroll 1
+    for (uint32_t choice = 0; choice < arguments.pairs.top_k; ++choice) {
+        const int32_t row = __shfl_sync(0xffffffffu, rows, choice);
+        if (row >= 0 && inside) part.store(arguments, first + choice, row, column);
+    }
 }
 
 }  // namespace dj

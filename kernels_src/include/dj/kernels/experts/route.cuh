@@ -1,7 +1,10 @@
 // Routing: gives every (token, choice) pair a row of the grouped matrices. Experts start at multiples of the alignment; within an
-// expert rows keep the order of the pairs, so that the result is the same on every run. One block does it all.
+// expert rows keep the order of the pairs, so that the result is the same on every run. One block does it, or a cluster of them
+// where there are many pairs; each warp takes pairs that follow each other.
 #pragma once
 #include "dj/kernels/experts/rows.cuh"
+#include "dj/ptx/cluster.cuh"
+#include "dj/ptx/dependent_launch.cuh"
 
 namespace dj {
 
@@ -14,35 +17,82 @@ struct RouteArguments {
 };
 
 constexpr uint32_t kMaxExperts = 512;
-constexpr uint32_t kRouteThreads = 1024;
-constexpr uint32_t kRouteWarps = kRouteThreads / kWarp;
+constexpr uint32_t kRouteWarps = 16;  // at most, of a block
+constexpr uint32_t kRouteLoads = 8;   // of a lane under way at once
+
+// Calls `take(pair, expert)` for the pairs of one warp, 32 at a time and by all of its lanes. What is no expert of this rank
+// contributes nothing: one number beyond them all stands for it.
+template <class Take>
+__device__ inline void walk_pairs(const RouteArguments& arguments, uint32_t first, uint32_t end, Take take) {
+    for (; first < end; first += kRouteLoads * kWarp) {
+        uint32_t experts[kRouteLoads];
+#pragma unroll
+        for (uint32_t i = 0; i < kRouteLoads; ++i) {
+            const uint32_t pair = first + i * kWarp + lane_id();
+            const int64_t expert = pair < end ? arguments.pairs.expert(pair) : -1;
+            experts[i] = expert >= 0 && expert < arguments.experts ? static_cast<uint32_t>(expert) : arguments.experts;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kRouteLoads; ++i)
+            if (first + i * kWarp < end) take(first + i * kWarp + lane_id(), experts[i]);
+    }
+}
 
 __device__ inline void route(const RouteArguments& arguments) {
-    __shared__ uint32_t next_row[kMaxExperts];             // of each expert; first its number of pairs
-    __shared__ uint16_t within[kRouteWarps][kMaxExperts];  // pairs of each warp of this round, then rows before them
-    __shared__ uint32_t round_row[kMaxExperts];            // next_row at the start of the round
-    const uint32_t thread = threadIdx.x, warp = thread / kWarp;
-    const auto expert_of = [&](uint32_t pair) {
-        const int64_t expert = pair < arguments.pairs.count ? arguments.pairs.expert(pair) : -1;
-        // What is no expert of this rank contributes nothing: one number beyond them all stands for it.
-        return expert >= 0 && expert < arguments.experts ? static_cast<uint32_t>(expert) : arguments.experts;
-    };
+    __shared__ uint32_t before[kRouteWarps][kMaxExperts];  // pairs of each warp, then of the warps before it in the block
+    __shared__ uint32_t totals[kMaxExperts];               // pairs of the block, which other blocks read
+    __shared__ uint32_t starts[kMaxExperts];               // pairs of the cluster, then the row where this block's start
+    const uint32_t thread = threadIdx.x, warps = blockDim.x / kWarp, warp = warp_uniform(thread / kWarp);
+    const uint32_t blocks = cluster_size(), rank = cluster_rank();
+    const uint32_t share = ceil_div(arguments.pairs.count, blocks * warps * kWarp) * kWarp;
+    const uint32_t first = min_of((rank * warps + warp) * share, arguments.pairs.count);
+    const uint32_t end = min_of(first + share, arguments.pairs.count);
+    for (uint32_t e = lane_id(); e < arguments.experts; e += kWarp) before[warp][e] = 0;
+    __syncwarp();
+    wait_for_kernels_before();
 
-    // --- pairs of each expert
-    for (uint32_t e = thread; e < kMaxExperts; e += kRouteThreads) next_row[e] = 0;
+    // --- pairs of each expert, by warp
+    walk_pairs(arguments, first, end, [&](uint32_t, uint32_t e) {
+        const uint32_t same = __match_any_sync(0xffffffffu, e);
+        if (lane_id() == __ffs(same) - 1 && e < arguments.experts) before[warp][e] += __popc(same);
+        __syncwarp();
+    });
     __syncthreads();
-    for (uint32_t pair = thread; pair < arguments.pairs.count; pair += kRouteThreads) {
-        const uint32_t e = expert_of(pair);
-        if (e < arguments.experts) atomicAdd(&next_row[e], 1);
+
+    // --- by block
+    for (uint32_t e = thread; e < arguments.experts; e += blockDim.x) {
+        uint32_t sum = 0;
+        for (uint32_t w = 0; w < warps; ++w) {
+            const uint32_t pairs = before[w][e];
+            before[w][e] = sum;
+            sum += pairs;
+        }
+        totals[e] = starts[e] = sum;
+    }
+
+    // --- by cluster: all pairs, and those of the blocks before this one
+    if (blocks > 1) {
+        cluster_sync_memory();
+        for (uint32_t e = thread; e < arguments.experts; e += blockDim.x) {
+            uint32_t sum = 0, earlier = 0;
+            for (uint32_t r = 0; r < blocks; ++r) {
+                const uint32_t pairs = load_in_cluster(address_in(r, shared_address(&totals[e])));
+                sum += pairs;
+                if (r < rank) earlier += pairs;
+            }
+            starts[e] = sum;
+            for (uint32_t w = 0; w < warps; ++w) before[w][e] += earlier;
+        }
+        cluster_arrive();  // no block leaves while another may still read its counts
     }
     __syncthreads();
 
     // --- rows where experts start and end
     if (warp == 0) {
-        uint32_t before = 0;
-        for (uint32_t first = 0; first < arguments.experts; first += kWarp) {
-            const uint32_t e = first + thread;
-            const uint32_t count = e < arguments.experts ? next_row[e] : 0;
+        uint32_t rows = 0;
+        for (uint32_t some = 0; some < arguments.experts; some += kWarp) {
+            const uint32_t e = some + thread;
+            const uint32_t count = e < arguments.experts ? starts[e] : 0;
             const uint32_t padded = ceil_div(count, arguments.alignment) * arguments.alignment;
             uint32_t sum = padded;
 #pragma unroll
@@ -50,40 +100,28 @@ __device__ inline void route(const RouteArguments& arguments) {
                 const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
                 if (thread >= distance) sum += other;
             }
-            const uint32_t start = before + sum - padded;
+            const uint32_t start = rows + sum - padded;
             if (e < arguments.experts) {
-                next_row[e] = start;
-                arguments.ends[e] = static_cast<int32_t>(start + count);
+                starts[e] = start;
+                if (rank == 0) arguments.ends[e] = static_cast<int32_t>(start + count);
             }
-            before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
+            rows += __shfl_sync(0xffffffffu, sum, kWarp - 1);
         }
     }
+    __syncthreads();
 
-    // --- rounds of one pair a thread: rank among the warp's pairs, then among the warps
-    for (uint32_t first = 0; first < arguments.pairs.count; first += kRouteThreads) {
-        for (uint32_t i = thread; i < kRouteWarps * kMaxExperts; i += kRouteThreads) within[i / kMaxExperts][i % kMaxExperts] = 0;
-        __syncthreads();
-        const uint32_t pair = first + thread;
-        const uint32_t e = expert_of(pair);
+    // --- a row for each pair: those of the same expert follow each other, first those of earlier warps
+    walk_pairs(arguments, first, end, [&](uint32_t pair, uint32_t e) {
         const uint32_t same = __match_any_sync(0xffffffffu, e);
-        const uint32_t rank = __popc(same & ((1u << lane_id()) - 1));
-        if (rank == 0 && e < arguments.experts) within[warp][e] = static_cast<uint16_t>(__popc(same));
-        __syncthreads();
-        for (uint32_t expert = thread; expert < arguments.experts; expert += kRouteThreads) {
-            uint32_t sum = 0;
-            for (uint32_t w = 0; w < kRouteWarps; ++w) {
-                const uint32_t pairs = within[w][expert];
-                within[w][expert] = static_cast<uint16_t>(sum);
-                sum += pairs;
-            }
-            round_row[expert] = next_row[expert];
-            next_row[expert] += sum;
-        }
-        __syncthreads();
-        if (pair < arguments.pairs.count)
-            arguments.rows[pair] = e < arguments.experts ? static_cast<int32_t>(round_row[e] + within[warp][e] + rank) : -1;
-        __syncthreads();
-    }
+        const uint32_t earlier = __popc(same & ((1u << lane_id()) - 1));
+        const bool routed = e < arguments.experts;
+        const uint32_t row = routed ? starts[e] + before[warp][e] + earlier : 0;
+        __syncwarp();
+        if (earlier == 0 && routed) before[warp][e] += __popc(same);
+        __syncwarp();
+        if (pair < end) arguments.rows[pair] = routed ? static_cast<int32_t>(row) : -1;
+    });
+    if (blocks > 1) cluster_wait();
 }
 
 }  // namespace dj

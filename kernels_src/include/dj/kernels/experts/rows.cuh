@@ -16,22 +16,46 @@ struct Pairs {
     }
 };
 
-// Stores 8 columns of a pair's row, quantized with the scale of their 128 columns or as bf16. All lanes of the warp take part, also
-// those that are not `inside` the row. A static scale belongs to the expert.
-template <bool kQuantize, class Arguments>
-__device__ inline void store_columns(const Arguments& arguments, uint32_t pair, int32_t row, uint32_t column, bool inside,
-                                     const float (&values)[8]) {
-    const int64_t at = static_cast<int64_t>(row) * arguments.columns + column;
-    if constexpr (kQuantize) {
-        const float largest = largest_of<16>(values);
-        if (!inside) return;
-        const float scale =
-            arguments.static_scales ? __ldg(arguments.static_scales + arguments.pairs.expert(pair)) : scale_of(largest, false);
-        store_quantized(static_cast<uint32_t*>(arguments.output) + at / 4, values, scale);
-        if (threadIdx.x % 16 == 0) arguments.scales[column / 128 * arguments.scales_stride + row] = scale;
-    } else if (inside) {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(arguments.output) + at) = pack_bf16(values);
+// 8 columns of a row on their way to the grouped matrix: quantized with the scale of their 128 columns, or as bf16. All lanes of the
+// warp make one, those beyond the row with zeros; each store is for the columns of one pair's row.
+template <bool kQuantize>
+class RowPart {
+   public:
+    template <class Arguments>
+    __device__ RowPart(const Arguments& arguments, const float (&values)[8]) {
+        const float largest = kQuantize && !arguments.static_scales ? largest_of<16>(values) : 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) values_[i] = values[i];
+        if (kQuantize && !arguments.static_scales) quantize(scale_of(largest, false));
     }
-}
+
+    template <class Arguments>
+    __device__ void store(const Arguments& arguments, uint32_t pair, int32_t row, uint32_t column) {
+        const int64_t at = static_cast<int64_t>(row) * arguments.columns + column;
+        if constexpr (kQuantize) {
+            // A static scale belongs to the expert.
+            if (arguments.static_scales) quantize(__ldg(arguments.static_scales + arguments.pairs.expert(pair)));
+            *reinterpret_cast<uint2*>(static_cast<uint8_t*>(arguments.output) + at) = words_;
+            if (column % kScaleBlock == 0) arguments.scales[column / kScaleBlock * arguments.scales_stride + row] = scale_;
+        } else {
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(arguments.output) + at) = pack_bf16(values_);
+        }
+    }
+
+   private:
+    // Multiplied by the reciprocal: a division of each value would take longer than all else here.
+    __device__ void quantize(float scale) {
+        const float inverse = __frcp_rn(scale);
+        float v[8];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) v[i] = values_[i] * inverse;
+        words_ = {to_e4m3x4(v[0], v[1], v[2], v[3]), to_e4m3x4(v[4], v[5], v[6], v[7])};
+        scale_ = scale;
+    }
+
+    float values_[8];
+    float scale_;
+    uint2 words_;
+};
 
 }  // namespace dj

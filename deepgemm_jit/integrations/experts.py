@@ -132,6 +132,20 @@ def is_fp8(module: Any) -> bool:
     return hasattr(module, "down_proj_scale_inv")
 
 
+def refuse_what_has_no_kernel(module: Any) -> None:
+    """Look at the scheme of an experts module alone: nothing of a weight is read yet.
+
+    Raises:
+        UnsupportedError: it has no kernel; names an ``experts_implementation`` that runs it.
+    """
+    (_refuse_fp8 if is_fp8(module) else _refuse_bf16)(module)
+
+
+def block_size_of(module: Any) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale of an FP8 experts module; None for a scale per tensor."""
+    return None if module.block_size is None else (int(module.block_size[0]), int(module.block_size[1]))
+
+
 def _value_for(module: Any) -> Any:
     if torch.compiler.is_compiling():
         return prepared.value_while_tracing(module, _prepare_while_tracing)
@@ -183,7 +197,7 @@ def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> N
 def _prepare_fp8(module: Any) -> _Fp8:
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    _refuse_what_has_no_kernel(module)
+    _refuse_fp8(module)
     activation = activation_of(module, (FP8Experts._apply_gate,))
     name = "gate_up_proj" if module.has_gate else "up_proj"
     weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
@@ -198,7 +212,7 @@ def _prepare_fp8(module: Any) -> _Fp8:
         experts = ops.prepare_experts(
             *weights,
             *(prepared.wide(scale) for scale in scales),
-            block_size=_block_size(module),
+            block_size=block_size_of(module),
             gate_up_activation_scale=None if static_scales[0] is None else prepared.wide(static_scales[0]),
             down_activation_scale=None if static_scales[1] is None else prepared.wide(static_scales[1]),
             gated=module.has_gate,
@@ -231,6 +245,11 @@ def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
 def _prepare_bf16(module: Any) -> _Bf16:
     from transformers.integrations.moe import _default_apply_gate
 
+    _refuse_bf16(module)
+    return _Bf16(activation_of(module, (_default_apply_gate,)))
+
+
+def _refuse_bf16(module: Any) -> None:
     advice = 'experts_implementation="grouped_mm" runs it'
     if module.has_bias:
         raise UnsupportedError(given=f"{_name(module)} with biases", supported="experts without biases", advice=advice)
@@ -240,11 +259,9 @@ def _prepare_bf16(module: Any) -> _Bf16:
         if weights.dtype != torch.bfloat16:
             given = f"{_name(module)} with {weights.dtype} weights"
             raise UnsupportedError(given=given, supported="torch.bfloat16 weights, or FP8 with scales", advice=advice)
-    return _Bf16(activation_of(module, (_default_apply_gate,)))
 
 
-def _refuse_what_has_no_kernel(module: Any) -> None:
-    """Look at the scheme alone: nothing of a weight is read yet."""
+def _refuse_fp8(module: Any) -> None:
     name, weights = _name(module), first_projection(module)
     if weights.element_size() > 1:
         raise UnsupportedError(
@@ -258,9 +275,9 @@ def _refuse_what_has_no_kernel(module: Any) -> None:
             supported="'dynamic' and 'static'",
             advice='experts_implementation="eager" treats it as dynamic',
         )
-    if weights.dtype != torch.int8 and _block_size(module) not in FP8_BLOCKS:  # FP4 has its own blocks
+    if weights.dtype != torch.int8 and block_size_of(module) not in FP8_BLOCKS:  # FP4 has its own blocks
         raise UnsupportedError(
-            given=f"{name} with FP8 weight blocks of {_block_size(module)} and {module.activation_scheme} activations",
+            given=f"{name} with FP8 weight blocks of {block_size_of(module)} and {module.activation_scheme} activations",
             supported="blocks (128, 128), (1, 128) and None (one scale per tensor)",
             advice=_fp8_advice(module),
         )
@@ -269,10 +286,6 @@ def _refuse_what_has_no_kernel(module: Any) -> None:
 def _fp8_advice(module: Any) -> str:
     """Name an implementation of transformers that runs the scheme: with static activations all but eager refuse."""
     return f'experts_implementation="{"eager" if module.activation_scheme == "static" else "grouped_mm"}" runs it'
-
-
-def _block_size(module: Any) -> tuple[int, int] | None:
-    return None if module.block_size is None else (int(module.block_size[0]), int(module.block_size[1]))
 
 
 def _as_arguments(activation: Activation) -> dict[str, Any]:

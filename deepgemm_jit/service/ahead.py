@@ -1,4 +1,4 @@
-"""Work that is done for many kernels before anything needs them, side by side in threads: NVRTC releases the interpreter's lock."""
+"""Work that is done for many kernels before anything needs them, side by side in threads: NVRTC releases the GIL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules ask of the kernels: read off the shapes and dtypes of their parameters, which may be on any device, also "meta"."""
+"""What modules ask of the kernels, read off the shapes and dtypes of their parameters, which may be on any device, also meta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a model: found by the shapes of its modules, built and loaded ahead, by one process or by the ranks of a group."""
+"""The kernels of a model, found by the shapes of its modules, built and loaded ahead: by one process or by ranks of a group."""
 
 from __future__ import annotations
 

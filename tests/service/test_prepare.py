@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from doubles.builder import InstantBuilder
@@ -22,7 +23,7 @@ from doubles.fork import holds_in_fork
 import deepgemm_jit
 from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import CompileError, DriverError, KernelNotBuiltError, OperandError, UnsupportedError
-from deepgemm_jit.service import Counts, KernelEvent, KernelService
+from deepgemm_jit.service import Counts, KernelEvent, KernelService, KernelState, Phase
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import CAST_TO_FP8, COMBINE, FP8_GEMM, ROUTE, KernelSpec, kernel_set
 
@@ -362,6 +363,16 @@ def test_a_launch_of_a_loaded_kernel_neither_counts_nor_tells_nor_looks_for_its_
     assert ("service.py", "_kernel") in called
     assert {name for name, _ in called} & {"monitor.py", "audit.py", "ahead.py", "builder.py"} == set()
     assert (service.counts, told) == (counts, [])
+
+
+@pytest.mark.none
+def test_the_page_for_servers_names_every_phase_count_and_state() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(?: `(\w+)` \|)?", page, re.MULTILINE)
+    assert {(name, count) for name, count in rows if count} == set(
+        zip(get_args(Phase), [field.name for field in fields(Counts)], strict=True)
+    )
+    assert {name for name, count in rows if not count} == set(get_args(KernelState))
 
 
 # --- the policy

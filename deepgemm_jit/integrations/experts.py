@@ -132,20 +132,6 @@ def is_fp8(module: Any) -> bool:
     return hasattr(module, "down_proj_scale_inv")
 
 
-def refuse_what_has_no_kernel(module: Any) -> None:
-    """Look at the scheme of an experts module alone: nothing of a weight is read yet.
-
-    Raises:
-        UnsupportedError: it has no kernel; names an ``experts_implementation`` that runs it.
-    """
-    (_refuse_fp8 if is_fp8(module) else _refuse_bf16)(module)
-
-
-def block_size_of(module: Any) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale of an FP8 experts module; None for a scale per tensor."""
-    return None if module.block_size is None else (int(module.block_size[0]), int(module.block_size[1]))
-
-
 def _value_for(module: Any) -> Any:
     if torch.compiler.is_compiling():
         return prepared.value_while_tracing(module, _prepare_while_tracing)
@@ -197,7 +183,7 @@ def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> N
 def _prepare_fp8(module: Any) -> _Fp8:
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    _refuse_fp8(module)
+    refuse_what_has_no_kernel(module)
     activation = activation_of(module, (FP8Experts._apply_gate,))
     name = "gate_up_proj" if module.has_gate else "up_proj"
     weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
@@ -212,7 +198,7 @@ def _prepare_fp8(module: Any) -> _Fp8:
         experts = ops.prepare_experts(
             *weights,
             *(prepared.wide(scale) for scale in scales),
-            block_size=block_size_of(module),
+            block_size=_block_size(module),
             gate_up_activation_scale=None if static_scales[0] is None else prepared.wide(static_scales[0]),
             down_activation_scale=None if static_scales[1] is None else prepared.wide(static_scales[1]),
             gated=module.has_gate,
@@ -245,8 +231,20 @@ def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
 def _prepare_bf16(module: Any) -> _Bf16:
     from transformers.integrations.moe import _default_apply_gate
 
-    _refuse_bf16(module)
+    refuse_what_has_no_kernel(module)
     return _Bf16(activation_of(module, (_default_apply_gate,)))
+
+
+def refuse_what_has_no_kernel(module: Any) -> None:
+    """Look at the scheme alone: nothing of a weight is read, which may have none as yet.
+
+    Raises:
+        UnsupportedError: there are no kernels for it; it names an ``experts_implementation`` that runs it.
+    """
+    if is_fp8(module):
+        _refuse_fp8(module)
+    else:
+        _refuse_bf16(module)
 
 
 def _refuse_bf16(module: Any) -> None:
@@ -275,9 +273,9 @@ def _refuse_fp8(module: Any) -> None:
             supported="'dynamic' and 'static'",
             advice='experts_implementation="eager" treats it as dynamic',
         )
-    if weights.dtype != torch.int8 and block_size_of(module) not in FP8_BLOCKS:  # FP4 has its own blocks
+    if weights.dtype != torch.int8 and _block_size(module) not in FP8_BLOCKS:  # FP4 has its own blocks
         raise UnsupportedError(
-            given=f"{name} with FP8 weight blocks of {block_size_of(module)} and {module.activation_scheme} activations",
+            given=f"{name} with FP8 weight blocks of {_block_size(module)} and {module.activation_scheme} activations",
             supported="blocks (128, 128), (1, 128) and None (one scale per tensor)",
             advice=_fp8_advice(module),
         )
@@ -286,6 +284,10 @@ def _refuse_fp8(module: Any) -> None:
 def _fp8_advice(module: Any) -> str:
     """Name an implementation of transformers that runs the scheme: with static activations all but eager refuse."""
     return f'experts_implementation="{"eager" if module.activation_scheme == "static" else "grouped_mm"}" runs it'
+
+
+def _block_size(module: Any) -> tuple[int, int] | None:
+    return None if module.block_size is None else (int(module.block_size[0]), int(module.block_size[1]))
 
 
 def _as_arguments(activation: Activation) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def kernels_for(needs: Iterable[Needs], arch: str, sms: Iterable[int]) -> tuple[
 
 def _has_row_scales(module: Any, name: str, n: int) -> bool:
     """Return whether the weight scales are read one per row: given so, or for gate and up apart in blocks that hold both."""
-    block, shape = experts.block_size_of(module), local(getattr(module, f"{name}_scale_inv")).shape
-    if block == (1, SCALE_BLOCK):
+    block, shape = module.block_size, local(getattr(module, f"{name}_scale_inv")).shape
+    if block is not None and tuple(block) == (1, SCALE_BLOCK):
         return True
     apart = len(shape) > 1 and shape[1] != (1 if block is None else ceil_div(n, SCALE_BLOCK))
     return apart and n // 2 % SCALE_BLOCK != 0

@@ -106,8 +106,8 @@ def prepare_kernels(
         model: its experts count where their configuration names this implementation, its linears where accelerated.
         max_tokens: most tokens that one forward brings to this process.
         group: ranks that compile each kernel once between them; all must make this call, for their own parts of the model.
-        sms: SM counts to be ready for; default: those of the GPUs, and the limit that ``set_num_sms`` has put on them; without a
-            GPU, every count up to the arch's largest.
+        sms: SM counts that ``set_num_sms`` is going to set, to be ready for beside that of each GPU and the limit on it now;
+            without a GPU the only ones, by default every count up to the arch's largest.
         arch: compiler target where the model lies on no GPU.
         jobs: compiles at a time in this process; default: the setting, or its CPUs.
 
@@ -125,6 +125,7 @@ def prepare_kernels(
         logger.warning("no module of this %s runs with deepgemm_jit: there is no kernel to prepare", type(model).__name__)
     service = default_service()
     arch_sms: dict[str, set[int]] = {}
+    later = set(sms or ())
     for ordinal in ordinals:
         with service.call(ordinal, 0) as call:
             arch_sms.setdefault(call.limits.arch, set()).update({call.limits.sms, call.context.sms})
@@ -132,9 +133,8 @@ def prepare_kernels(
         if arch is None:
             fault = f"the model lies on no GPU: move it to one first, or name an arch to build for: {', '.join(ARCHES)}"
             raise OperandError(operation="prepare_kernels", faults=[fault])
-        arch_sms[arch] = set(range(1, arch_named(arch).max_sms + 1))
-    given = None if sms is None else tuple(sms)
-    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, given or sorted(counts))]
+        arch_sms[arch] = set() if later else set(range(1, arch_named(arch).max_sms + 1))
+    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, sorted(counts | later))]
     if group is None:
         return service.prepare(specs, ordinals, jobs=jobs)
     from deepgemm_jit.integrations.ranks import prepare_together

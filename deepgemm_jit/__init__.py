@@ -6,6 +6,7 @@ Importing this package does nothing: no CUDA, no torch, no folders. Names are re
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from deepgemm_jit.__about__ import __version__
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from deepgemm_jit.service import KernelService
     from deepgemm_jit.spec import KernelSpec, kernel_set, select
     from deepgemm_jit.warmup import WarmupReport, warm_up
+
+# The application decides what becomes of the log. Without a handler of its own, a library's warnings go to stderr.
+logging.getLogger("deepgemm_jit").addHandler(logging.NullHandler())
 
 _HOMES = {
     "Cubin": "deepgemm_jit.cubin",

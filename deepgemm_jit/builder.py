@@ -55,9 +55,9 @@ class Builder:
         self.store = Store.open(self.settings) if store is None else store
         self._requests: dict[KernelSpec, Request] = {}
 
-    def set_policy(self, policy: CompilePolicy) -> None:
-        """Change the compile policy for all builds that follow."""
-        self.settings = replace(self.settings, compile=policy)
+    def set_policy(self, policy: CompilePolicy, origin: str = "argument") -> None:
+        """Change the compile policy for all builds that follow; ``origin`` is who says so, for the text of a refusal."""
+        self.settings = replace(self.settings, compile=policy, origins={**self.settings.origins, "compile": origin})
 
     def request(self, spec: KernelSpec) -> Request:
         """Render ``spec`` and return what its key covers; compiles nothing, needs no NVRTC.
@@ -87,12 +87,21 @@ class Builder:
         """Return the stored cubin of ``spec``, or None; compiles nothing, needs no NVRTC."""
         return self._stored(self.request(spec), max_cuda_major)
 
-    def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Built:
+    def keep(self, spec: KernelSpec, cubin: Cubin) -> None:
+        """Keep a cubin of ``spec`` that another process built from the sources at hand; in memory, if the store is not writable.
+
+        Raises:
+            OperandError: it is not well formed, or not of ``spec``.
+        """
+        self.store.put(self.request(spec).key, cubin, spec_text=spec.text)
+
+    def build(self, spec: KernelSpec, max_cuda_major: int | None = None, caller: str = "") -> Built:
         """Return the cubin of ``spec``.
 
         Args:
             spec: a member of a kernel set.
             max_cuda_major: newest CUDA major that the driver at hand can load; None when no driver is asked.
+            caller: who asks, in words, for a policy that reports or refuses.
 
         Raises:
             KernelNotBuiltError: the policy is "never" and the store has no cubin.
@@ -104,12 +113,18 @@ class Builder:
         if built is not None:
             return built
         if self.settings.compile == "never":
-            command = self.warmup_command(spec.arch)
-            raise KernelNotBuiltError(kernel=spec.name, store=self.store.describe(), command=command)
+            raise KernelNotBuiltError(
+                kernel=spec.name,
+                store=self.store.describe(),
+                command=self.warmup_command(spec.arch),
+                policy_origin=self.settings.origin("compile"),
+                caller=caller,
+            )
         if max_cuda_major is not None:
             check_loadable(max_cuda_major)
         if self.settings.compile == "warn":
-            logger.warning("compiling %s now: no warm-up had built it", spec.name, stack_info=True)
+            asked = f"; asked for by {caller}" if caller else ""
+            logger.warning("compiling %s now: no warm-up had built it%s", spec.name, asked)
         with self.store.lock(request.key, spec.name):
             # Another process or thread may have published while this one waited.
             built = self._try_built(request, max_cuda_major, start)

@@ -183,13 +183,17 @@ class KernelNotBuiltError(DeepGemmJitError, RuntimeError):
     kernel: str
     store: str
     command: str
+    policy_origin: str
+    caller: str
 
-    def __init__(self, *, kernel: str, store: str, command: str) -> None:
-        super().__init__(kernel=kernel, store=store, command=command)
+    def __init__(self, *, kernel: str, store: str, command: str, policy_origin: str = "", caller: str = "") -> None:
+        super().__init__(kernel=kernel, store=store, command=command, policy_origin=policy_origin, caller=caller)
 
     def _text(self) -> str:
+        origin = f" (set by {self.policy_origin})" if self.policy_origin else ""
+        asked = f" Asked for by {self.caller}." if self.caller else ""
         return (
-            f"kernel {self.kernel} is not built and the compile policy is 'never'; looked in {self.store}. "
+            f"kernel {self.kernel} is not built and the compile policy is 'never'{origin}; looked in {self.store}.{asked} "
             f"Build it with: {self.command}"
         )
 

@@ -1,7 +1,8 @@
-"""How a warm-up shows that it goes on: a bar on a terminal, a line now and then in a log, nothing for programs."""
+"""How a warm-up shows that it goes on: a bar on a terminal, a line a phase and now and then in a log, nothing for programs."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from deepgemm_jit.cli.terminal import say
+from deepgemm_jit.cli.terminal import said_above_bar, say
 from deepgemm_jit.warmup import KernelOutcome
 
 LOG_EVERY_S = 10.0
@@ -34,7 +35,9 @@ def _bar(total: int) -> Iterator[Callable[[KernelOutcome], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    with bar, said_above_bar(console.print):
         task = bar.add_task("", total=total)
         yield lambda outcome: bar.update(task, advance=1, description=f"{outcome.name} {outcome.outcome}")
 
@@ -52,6 +55,9 @@ def _log_lines(total: int) -> Iterator[Callable[[KernelOutcome], None]]:
             with suppress(OSError):
                 say(f"{done.total()} of {total} kernels after {time.monotonic() - started:.0f} s: {parts}", err=True)
 
+    phases = logging.getLogger("deepgemm_jit.warmup")
+    level = phases.level
+    phases.setLevel(logging.INFO)
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
@@ -59,3 +65,4 @@ def _log_lines(total: int) -> Iterator[Callable[[KernelOutcome], None]]:
     finally:
         left.set()
         thread.join()
+        phases.setLevel(level)

@@ -1,4 +1,4 @@
-"""How text reaches the terminal: nothing raw, and no traceback when it cannot be written."""
+"""The one owner of the output: nothing raw, nothing over a bar, and no traceback when it cannot be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -23,9 +23,26 @@ def shown(text: str, keep: str = "\n\t") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+_above_bar: list[Callable[[str], None]] = []
+"""What prints above the bar that is on stderr now, if there is one."""
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Print a line, or several, for people."""
-    click.echo(shown(text), err=err)
+    if err and _above_bar:
+        _above_bar[-1](shown(text))
+    else:
+        click.echo(shown(text), err=err)
+
+
+@contextlib.contextmanager
+def said_above_bar(print_above: Callable[[str], None]) -> Iterator[None]:
+    """Hand what goes to stderr to ``print_above`` while a bar is there, which would be torn otherwise."""
+    _above_bar.append(print_above)
+    try:
+        yield
+    finally:
+        _above_bar.remove(print_above)
 
 
 class Program(click.Group):
@@ -60,7 +77,7 @@ class _StderrHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _logged_to_stderr() -> Iterator[None]:
-    logger, handler = logging.getLogger("deepgemm_jit"), _StderrHandler(logging.WARNING)
+    logger, handler = logging.getLogger("deepgemm_jit"), _StderrHandler()  # loggers decide what is said: warnings, unless told
     logger.addHandler(handler)
     try:
         yield

@@ -183,7 +183,7 @@ def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> N
 def _prepare_fp8(module: Any) -> _Fp8:
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    _refuse_what_has_no_kernel(module)
+    refuse_what_has_no_kernel(module)
     activation = activation_of(module, (FP8Experts._apply_gate,))
     name = "gate_up_proj" if module.has_gate else "up_proj"
     weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
@@ -231,6 +231,23 @@ def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
 def _prepare_bf16(module: Any) -> _Bf16:
     from transformers.integrations.moe import _default_apply_gate
 
+    refuse_what_has_no_kernel(module)
+    return _Bf16(activation_of(module, (_default_apply_gate,)))
+
+
+def refuse_what_has_no_kernel(module: Any) -> None:
+    """Look at the scheme alone: nothing of a weight is read, which may have none as yet.
+
+    Raises:
+        UnsupportedError: there are no kernels for it; it names an ``experts_implementation`` that runs it.
+    """
+    if is_fp8(module):
+        _refuse_fp8(module)
+    else:
+        _refuse_bf16(module)
+
+
+def _refuse_bf16(module: Any) -> None:
     advice = 'experts_implementation="grouped_mm" runs it'
     if module.has_bias:
         raise UnsupportedError(given=f"{_name(module)} with biases", supported="experts without biases", advice=advice)
@@ -240,11 +257,9 @@ def _prepare_bf16(module: Any) -> _Bf16:
         if weights.dtype != torch.bfloat16:
             given = f"{_name(module)} with {weights.dtype} weights"
             raise UnsupportedError(given=given, supported="torch.bfloat16 weights, or FP8 with scales", advice=advice)
-    return _Bf16(activation_of(module, (_default_apply_gate,)))
 
 
-def _refuse_what_has_no_kernel(module: Any) -> None:
-    """Look at the scheme alone: nothing of a weight is read yet."""
+def _refuse_fp8(module: Any) -> None:
     name, weights = _name(module), first_projection(module)
     if weights.element_size() > 1:
         raise UnsupportedError(

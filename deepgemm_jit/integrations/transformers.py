@@ -15,20 +15,29 @@ transformers itself is imported by the calls, never by importing this module.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from deepgemm_jit.errors import OperandError, ToolchainError
 from deepgemm_jit.integrations import experts, linears
 from deepgemm_jit.integrations.gates import gate_seen
+from deepgemm_jit.integrations.problems import Needs, experts_needs, kernels_for, linear_needs
+from deepgemm_jit.service import Preparation, default_service
+from deepgemm_jit.spec import ARCHES, arch_named
+from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NAME = "deepgemm_jit"
 """What ``experts_implementation`` is to say."""
 
 _PACKAGE = "transformers.integrations"
+logger = logging.getLogger("deepgemm_jit.transformers")
 
 
 def register() -> None:
@@ -77,6 +86,60 @@ def prepare(model: nn.Module) -> int:
         elif linears.is_replaced(module):
             added_bytes += linears.prepare(module)
     return added_bytes
+
+
+def prepare_kernels(
+    model: nn.Module,
+    *,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    group: ProcessGroup | None = None,
+    sms: Iterable[int] | None = None,
+    arch: str | None = None,
+    jobs: int | None = None,
+) -> Preparation:
+    """Build and load the kernels of all that runs with us in a model, so that its first forward compiles and loads nothing.
+
+    The kernels are those that selection can ask for, for any number of tokens up to ``max_tokens``, on the GPUs that the model
+    lies on; where it lies on none they are built only. See :meth:`KernelService.prepare`.
+
+    Args:
+        model: its experts count where their configuration names this implementation, its linears where accelerated.
+        max_tokens: most tokens that one forward brings to this process.
+        group: ranks that compile each kernel once between them; all must make this call, for their own parts of the model.
+        sms: SM counts that ``set_num_sms`` is going to set, to be ready for beside that of each GPU and the limit on it now;
+            without a GPU the only ones, by default every count up to the arch's largest.
+        arch: compiler target where the model lies on no GPU.
+        jobs: compiles at a time in this process; default: the setting, or its CPUs.
+
+    Raises:
+        UnsupportedError: experts of a scheme without kernel.
+        OperandError: a number that is none, or neither a GPU nor an arch.
+        KernelNotBuiltError, CompileError, ToolchainError, DriverError: as of :meth:`KernelService.prepare`; with a ``group`` on
+            every rank.
+    """
+    if type(max_tokens) is not int or max_tokens < 1:
+        fault = f"max_tokens = {max_tokens!r}, needed: a whole number of at least 1"
+        raise OperandError(operation="prepare_kernels", faults=[fault])
+    needs, ordinals = _needs_of(model, max_tokens)
+    if not needs:
+        logger.warning("no module of this %s runs with deepgemm_jit: there is no kernel to prepare", type(model).__name__)
+    service = default_service()
+    arch_sms: dict[str, set[int]] = {}
+    later = set(sms or ())
+    for ordinal in ordinals:
+        with service.call(ordinal, 0) as call:
+            arch_sms.setdefault(call.limits.arch, set()).update({call.limits.sms, call.context.sms})
+    if needs and not ordinals:
+        if arch is None:
+            fault = f"the model lies on no GPU: move it to one first, or name an arch to build for: {', '.join(ARCHES)}"
+            raise OperandError(operation="prepare_kernels", faults=[fault])
+        arch_sms[arch] = set() if later else set(range(1, arch_named(arch).max_sms + 1))
+    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, sorted(counts | later))]
+    if group is None:
+        return service.prepare(specs, ordinals, jobs=jobs)
+    from deepgemm_jit.integrations.ranks import prepare_together
+
+    return prepare_together(service, specs, ordinals, jobs, group)
 
 
 class AcceleratedLinears:
@@ -158,6 +221,20 @@ def _fault(interface: Any, forward: Callable[..., Any]) -> str:
     other = interface[NAME]
     described = f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
     return f"{type(interface).__name__} has {described} under {NAME!r} and not {forward.__name__}; take it out first"
+
+
+def _needs_of(model: nn.Module, max_tokens: int) -> tuple[list[Needs], list[int]]:
+    """Return what the modules that run with us need, and the GPUs that they lie on."""
+    needs, ordinals = [], set()
+    for module in model.modules():
+        if _runs_our_experts(module):
+            needs.append(experts_needs(module, max_tokens))
+        elif linears.is_replaced(module):
+            needs.append(linear_needs(module, max_tokens))
+        else:
+            continue
+        ordinals |= {parameter.device.index for parameter in module.parameters(recurse=False) if parameter.is_cuda}
+    return needs, sorted(ordinals)
 
 
 def _runs_our_experts(module: nn.Module) -> bool:

@@ -50,11 +50,12 @@ class Audit:
         """Create the file, so that an empty one says that nothing was missing."""
         self._append("")
 
-    def note(self, kernel: str, key: str) -> None:
-        """Append a line on a kernel that is being asked for now; a process says so once for each."""
+    def note(self, kernel: str, key: str, caller: str | None = None) -> None:
+        """Append a line on a kernel that is being asked for now, by default by the call that is on its way; once for each."""
         if self._path is not None and kernel not in self._noted:
             self._noted.add(kernel)
-            asked = Asked(datetime.now(UTC).isoformat(timespec="milliseconds"), os.getpid(), kernel, key, _caller())
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            asked = Asked(now, os.getpid(), kernel, key, caller or caller_of_ours())
             self._append(json.dumps(asdict(asked)) + "\n")
 
     def _append(self, line: str) -> None:
@@ -75,6 +76,16 @@ class Audit:
                 logger.warning("the audit file %s cannot be written, kernels go unaudited: %s", self._path, failure)
 
 
+def caller_of_ours() -> str:
+    """Return file, line and function of the nearest frame that is neither ours nor torch's, as ``file:line in function``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_CALLERS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "unknown"
+
+
 def read_audit(path: Path) -> Iterator[Asked | str]:
     """Yield the lines of an audit file; one that cannot be read, as a full disk may leave it, as what is wrong with it.
 
@@ -90,12 +101,3 @@ def read_audit(path: Path) -> Iterator[Asked | str]:
                 yield asked
             except (ValueError, TypeError, RecursionError):
                 yield f"line {number} is no audit line"
-
-
-def _caller() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_CALLERS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        frame = frame.f_back
-    return "unknown"

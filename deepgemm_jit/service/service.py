@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from deepgemm_jit.builder import Builder
-from deepgemm_jit.cubin import Cubin
+from deepgemm_jit.builder import Builder, Built
 from deepgemm_jit.errors import (
     CompileError,
     KernelNotBuiltError,
@@ -19,9 +20,11 @@ from deepgemm_jit.errors import (
     UnsupportedError,
 )
 from deepgemm_jit.runtime import Context, Contexts, Driver, Launch, LoadedKernel, TensorMaps, load_kernel
-from deepgemm_jit.service.audit import Audit
+from deepgemm_jit.service.ahead import Preparation, side_by_side
+from deepgemm_jit.service.audit import Audit, caller_of_ours
+from deepgemm_jit.service.monitor import Counts, KernelEvent, KernelState, Monitor
 from deepgemm_jit.settings import Settings
-from deepgemm_jit.spec import KernelSpec, Limits, arch_of
+from deepgemm_jit.spec import KernelSpec, Limits, arch_of, require_member
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ class KernelService:
         self._homes: dict[Context, _Home] = {}
         self._sms_limit: int | None = None
         self._overlaps = False
-        self._cubins: dict[KernelSpec, Cubin] = {}
+        self._monitor = Monitor()
+        self._built: dict[KernelSpec, Built] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
         # By process as well: a fork may inherit a lock whose holder did not come along.
         self._locks: dict[tuple[int, KernelSpec], Lock] = {}
@@ -79,6 +83,61 @@ class KernelService:
             CaptureError: the driver does not load while a stream is capturing.
         """
         return self._kernel(self._home(self.contexts.current()), spec)
+
+    def prepare(
+        self, specs: Iterable[KernelSpec], device_ordinals: Sequence[int] | None = None, *, jobs: int | None = None
+    ) -> Preparation:
+        """Build and load kernels before anything needs them: afterwards the first call of each is a hit.
+
+        It returns when all is done, and holds no other thread up meanwhile: NVRTC and the driver work without the interpreter's
+        lock, and kernels that are ready go on being launched. The compile policy holds here as for any call: under "never" all
+        that is not built is an error. No memory of a GPU is taken but that of the kernels themselves.
+
+        Args:
+            specs: members of a kernel set; one that is there already costs nothing.
+            device_ordinals: GPUs to load into, each into the context that a call on it means; default: the current context. An
+                empty sequence builds only, and starts no CUDA.
+            jobs: compiles at a time; default: the setting, or the CPUs of this process.
+
+        Raises:
+            KernelNotBuiltError, CompileError, ToolchainError, DriverError: as of :meth:`kernel`, of the first kernel that cannot
+                be had; the others are tried all the same, and its notes name those that failed too.
+            OperandError: ``jobs`` is no count.
+            UnsupportedError: as of :meth:`kernel`.
+        """
+        specs = tuple(dict.fromkeys(specs))
+        for spec in specs:
+            require_member(spec)
+        caller, homes = caller_of_ours(), self._homes_of(device_ordinals)
+        work = self._builds_ahead(caller) if device_ordinals is not None and not homes else self._loads_ahead(homes, caller)
+        return side_by_side(specs, work, self.builder.settings.jobs if jobs is None else jobs)
+
+    def states(self, specs: Iterable[KernelSpec], device_ordinal: int | None = None) -> Mapping[KernelSpec, KernelState]:
+        """Return the state of each kernel; asks no driver and takes no lock, so that any thread may poll it.
+
+        A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far.
+        """
+        loaded: dict[int, set[KernelSpec]] = {}
+        for home in list(self._homes.values()):
+            loaded.setdefault(home.context.device_ordinal, set()).update(list(home.kernels))
+        wanted = list(loaded) if device_ordinal is None else [device_ordinal]
+        return {
+            spec: "ready" if wanted and all(spec in loaded.get(each, ()) for each in wanted) else self._monitor.state(spec)
+            for spec in specs
+        }
+
+    @property
+    def counts(self) -> Counts:
+        """What was done for kernels so far; a launch of a kernel that is loaded counts nothing."""
+        return self._monitor.counts
+
+    def on_event(self, listener: Callable[[KernelEvent], None]) -> None:
+        """Call ``listener`` with each thing that is done for a kernel from now on, in the thread that did it.
+
+        Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel. What it raises
+        is logged.
+        """
+        self._monitor.listen(listener)
 
     def limits(self) -> Limits:
         """Return what the current context offers, or the part of it that :meth:`limit_sms` leaves; selection needs it.
@@ -164,9 +223,19 @@ class KernelService:
                 unloaded += 1
         return unloaded
 
-    def seal(self) -> None:
-        """Compile nothing from now on: a kernel that is not built raises KernelNotBuiltError."""
-        self.builder.set_policy("never")
+    def seal(self, policy: Literal["never", "warn"] = "never") -> None:
+        """Hold every compile from now on for a fault, and name the call that asked for it.
+
+        Args:
+            policy: "never": it raises KernelNotBuiltError. "warn": it is logged, and goes on. What the store has is loaded
+                under either.
+
+        Raises:
+            OperandError: another policy.
+        """
+        if policy not in ("never", "warn"):
+            raise OperandError(operation="seal", faults=[f"policy is {policy!r}, needed: 'never' or 'warn'"])
+        self.builder.set_policy(policy, origin="seal()")
 
     def _home(self, context: Context) -> _Home:
         home = self._homes.get(context)
@@ -189,41 +258,86 @@ class KernelService:
         # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
         return self._locks.setdefault((os.getpid(), spec), Lock())
 
-    def _kernel(self, home: _Home, spec: KernelSpec) -> LoadedKernel:
+    def _kernel(self, home: _Home, spec: KernelSpec, caller: str = "") -> LoadedKernel:
         kernel = home.kernels.get(spec)
         if kernel is not None:
             return kernel
         with self._lock(spec):
             kernel = home.kernels.get(spec)
             if kernel is None:
-                kernel = home.kernels[spec] = load_kernel(self.contexts, home.context, spec, self._cubin(home, spec))
+                if spec.arch != home.limits.arch:
+                    raise UnsupportedError(
+                        given=f"kernel {spec.name} in {home.context.describe()}",
+                        supported=f"kernels of {home.limits.arch} there",
+                    )
+                with self._monitor.building(spec):
+                    cubin = self._loadable(spec, caller).cubin
+                    started = time.perf_counter()
+                    kernel = home.kernels[spec] = load_kernel(self.contexts, home.context, spec, cubin)
+                    self._monitor.tell(spec, "load", started)
         return kernel
 
-    def _cubin(self, home: _Home, spec: KernelSpec) -> Cubin:
-        if spec.arch != home.limits.arch:
-            raise UnsupportedError(
-                given=f"kernel {spec.name} in {home.context.describe()}",
-                supported=f"kernels of {home.limits.arch} there",
-            )
-        cubin = self._cubins.get(spec)
-        if cubin is not None:
-            return cubin
+    def _loadable(self, spec: KernelSpec, caller: str) -> Built:
+        """Return a cubin that the driver at hand loads, and keep it."""
+        built = self._built.get(spec)
+        if built is not None:
+            return built
         failure = self._failures.get(spec)
         if failure is not None:
             raise failure.afresh()
         cuda_major, _minor = self.contexts.driver.driver_version()
-        audit, key = self._audit, self.builder.request(spec).key
+        built = self._built[spec] = self._build(spec, caller, max_cuda_major=cuda_major)
+        return built
+
+    def _build(self, spec: KernelSpec, caller: str, max_cuda_major: int | None) -> Built:
+        caller = caller or caller_of_ours()
+        started, audit, key = time.perf_counter(), self._audit, self.builder.request(spec).key
         try:
-            built = self.builder.build(spec, max_cuda_major=cuda_major)
+            built = self.builder.build(spec, max_cuda_major, caller)
         except (CompileError, KernelNotBuiltError, ToolchainError) as error:
-            audit.note(spec.name, key)
+            audit.note(spec.name, key, caller)
             if isinstance(error, CompileError):
                 self._failures[spec] = error.afresh()
             raise
         if built.outcome == "compiled":
-            audit.note(spec.name, key)
-        cubin = self._cubins[spec] = built.cubin
-        return cubin
+            audit.note(spec.name, key, caller)
+        self._monitor.tell(spec, "compile" if built.outcome == "compiled" else "hit", started)
+        return built
+
+    def _homes_of(self, device_ordinals: Sequence[int] | None) -> list[_Home]:
+        if device_ordinals is None:
+            return [self._home(self.contexts.current())]
+        homes = []
+        for ordinal in device_ordinals:
+            with self.call(ordinal, 0) as call:
+                homes.append(call._home)
+        return homes
+
+    def _loads_ahead(self, homes: Sequence[_Home], caller: str) -> Callable[[KernelSpec], bool]:
+        """Return what loads a kernel into contexts, in any thread, and says whether it was compiled for that."""
+
+        def load(spec: KernelSpec) -> bool:
+            known = self._built.get(spec)
+            for home in homes:
+                self.contexts.driver.push_context(home.context.handle)
+                try:
+                    self._kernel(home, spec, caller)
+                finally:
+                    self.contexts.driver.pop_context()
+            built = self._built[spec]
+            return built is not known and built.outcome == "compiled"
+
+        return load
+
+    def _builds_ahead(self, caller: str) -> Callable[[KernelSpec], bool]:
+        """Return what brings a kernel into the store, and says whether it was compiled for that."""
+
+        def build(spec: KernelSpec) -> bool:
+            with self._lock(spec), self._monitor.building(spec):
+                # Not kept here: which cubins the driver loads has not been asked.
+                return self._build(spec, caller, max_cuda_major=None).outcome == "compiled"
+
+        return build
 
     @property
     def _audit(self) -> Audit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -14,6 +15,8 @@ from deepgemm_jit.settings import PREFIX, Settings, read_settings
 from deepgemm_jit.store.location import NAME_ANOTHER, locate
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
+
+_log = logging.getLogger("deepgemm_jit.warmup")
 
 DEFAULT_TIMEOUT_S = 300.0
 """Longer than the wait for another process's compile of the same kernel, which comes before ours."""
@@ -152,12 +155,14 @@ def build_plan(
             missing.append(spec)
         else:
             note(KernelOutcome(spec.name, "cached"))
+    _log.info("looked up: the store has %d of %d kernels for %s", len(outcomes), len(plan.kernels), plan.arch)
     if missing:
         # Before any worker starts: what it builds could not stay.
         failure = builder.store.write_failure()
         if failure is not None:
             path = str(place.root)
             raise StoreError(path=path, reason=failure.removeprefix(f"store {path} "), fix=NAME_ANOTHER)
+        _log.info("building: %d kernels, %d at a time", len(missing), min(jobs, len(missing)))
         # By its path, so that a worker does not look for the place, and tell of it, once more.
         build_in_workers(missing, replace(settings, cache_dir=place.root), jobs, timeout_s, note)
         gone = {spec.name for spec in plan.kernels if builder.try_cached(spec) is None}

@@ -7,6 +7,7 @@ The parent starts it as ``python -m deepgemm_jit.warmup.worker`` with the settin
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import resource
@@ -36,6 +37,7 @@ def main() -> None:
     # The pipe of the answers is this function's alone: whatever else prints goes to the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # to stderr, which the parent reads
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     while (line := lines.get()) is not None:

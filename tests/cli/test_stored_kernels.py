@@ -184,9 +184,9 @@ def test_show_gives_the_facts_of_a_kernel_of_another_version(answer: Answer, run
     assert str(entry.facts.registers) in run("show", name).stdout
 
 
-def test_a_warm_up_is_a_bar_on_a_terminal(program: Program, cache_dir: Path) -> None:
+def on_terminal(command: list[str]) -> tuple[bytes, str]:
+    """Run a program whose stderr is a terminal; return what that was shown, and stdout."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
         os.close(theirs)
@@ -201,16 +201,46 @@ def test_a_warm_up_is_a_bar_on_a_terminal(program: Program, cache_dir: Path) -> 
         stdout, _ = process.communicate(timeout=120)
     os.close(ours)
     assert process.returncode == 0
+    return shown, stdout
+
+
+def test_a_warm_up_is_a_bar_on_a_terminal() -> None:
+    shown, stdout = on_terminal([sys.executable, "-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2"])
     assert f"/{len(WHOLE_SET)}".encode() in shown
+    assert b"looked up" not in shown
     assert "compiled" in stdout
     assert "\x1b" not in stdout
 
 
-def test_a_warm_up_is_a_line_now_and_then_in_a_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+_BAR = """
+import logging
+from deepgemm_jit.cli.progress import progress
+from deepgemm_jit.cli.terminal import _logged_to_stderr
+from deepgemm_jit.warmup import KernelOutcome
+
+with _logged_to_stderr(), progress(2, quiet=False) as note:
+    note(KernelOutcome("first", "compiled"))
+    logging.getLogger("deepgemm_jit.store").warning("disk [bold]full\x1b[31m: " + "long " * 40)
+    note(KernelOutcome("second[red]", "compiled"))
+"""
+
+
+def test_a_warning_while_there_is_a_bar_is_a_line_above_it() -> None:
+    shown = on_terminal([sys.executable, "-c", _BAR])[0].decode()
+    assert "disk [bold]full\\x1b[31m: " + "long " * 40 in shown.replace("\r\n", "")
+    assert "second[red] compiled" in shown and "2/2" in shown
+
+
+def test_a_warm_up_is_a_line_a_phase_and_now_and_then_in_a_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LOG_EVERY_S", 0.05)
     result = run("warmup", "--arch", "sm_90a", "--jobs", 1)
-    lines = [line for line in result.stderr.splitlines() if f" of {len(WHOLE_SET)} kernels after " in line]
-    assert len(lines) > 1
+    lines = result.stderr.splitlines()
+    phases = [line for line in lines if f" of {len(WHOLE_SET)} kernels after " not in line]
+    assert phases == [
+        f"looked up: the store has 0 of {len(WHOLE_SET)} kernels for sm_90a",
+        f"building: {len(WHOLE_SET)} kernels, 1 at a time",
+    ]
+    assert len(lines) - len(phases) > 1
     assert "\x1b" not in result.stderr
 
 
@@ -232,7 +262,8 @@ def test_a_warm_up_without_nvrtc_exits_with_1_and_says_once_what_is_missing(
     finished = program("-m", "deepgemm_jit", "warmup", "--arch", "sm_90a", "--jobs", "2", environment=hiding("cuda"))
     assert finished.returncode == 1
     assert finished.stderr.count("pip install") == 1
-    cause, names = finished.stderr.splitlines()
+    *phases, cause, names = finished.stderr.splitlines()
+    assert [phase.partition(":")[0] for phase in phases] == ["looked up", "building"]
     assert cause.startswith("Error: package cuda-")
     assert names.startswith(f"{len(WHOLE_SET)} kernels failed so: ")
     assert names.endswith(f" and {len(WHOLE_SET) - 3} more")

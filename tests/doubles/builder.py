@@ -18,6 +18,6 @@ class InstantBuilder:
     def request(self, spec: KernelSpec) -> Any:
         return SimpleNamespace(key=spec.name)
 
-    def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Any:
+    def build(self, spec: KernelSpec, max_cuda_major: int | None = None, caller: str = "") -> Any:
         facts = CubinFacts(registers=168, shared_memory_bytes=0, local_memory_bytes=0, spill_store_bytes=0, spill_load_bytes=0)
         return SimpleNamespace(cubin=Cubin(b"cubin", spec.arch, spec.name, "13.0", (), facts), outcome="cached")

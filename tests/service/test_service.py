@@ -47,10 +47,10 @@ class CountingBuilder:
         self.pause_s = 0.0
         """Time for other threads to come to the same kernel."""
 
-    def set_policy(self, policy: str) -> None:
+    def set_policy(self, policy: str, origin: str = "") -> None:
         self.policy = policy
 
-    def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Any:
+    def build(self, spec: KernelSpec, max_cuda_major: int | None = None, caller: str = "") -> Any:
         self.built.append((spec, max_cuda_major))
         time.sleep(self.pause_s)
         if self.policy == "never":
@@ -396,7 +396,7 @@ def test_a_fork_made_while_another_thread_builds_does_not_wait_for_that_thread(
 ) -> None:
     building, forked, build = threading.Event(), threading.Event(), builder.build
 
-    def slow_build(spec: KernelSpec, max_cuda_major: int | None = None) -> Any:
+    def slow_build(spec: KernelSpec, max_cuda_major: int | None = None, caller: str = "") -> Any:
         building.set()
         assert forked.wait(60)
         return build(spec, max_cuda_major)

@@ -73,8 +73,10 @@ REASONS: Mapping[str, str] = {
     "testing.bench_kineto": _BENCH,
     "testing.calc_diff": _BENCH,
     "testing.count_bytes": _BENCH,
+    "testing.empty_suppress": _BENCH,
     "testing.get_arch_major": _BENCH,
     "testing.ignore_env": _BENCH,
+    "testing.suppress_stdout_stderr": _BENCH,
     "testing.test_filter": _BENCH,
     "utils.dist.dist_print": _GROUP,
 }

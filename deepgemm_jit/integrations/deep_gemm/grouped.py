@@ -2,7 +2,7 @@
 
 ``compiled_dims`` and ``disable_ue8m0_cast`` are taken and mean nothing, as in the dense products. Neither does
 ``ensure_zero_padding``: whatever it says, rows of no group may hold anything afterwards inside a group's last tile and keep
-what they held elsewhere; DeepGEMM's kernels for Hopper do not read it either. ``expected_m_for_psum_layout`` is a hint that is not needed.
+what they held elsewhere; DeepGEMM's kernels for Hopper do not read it either. ``expected_m_for_psum_layout`` is a mere hint.
 """
 
 from __future__ import annotations

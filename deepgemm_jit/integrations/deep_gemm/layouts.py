@@ -6,9 +6,7 @@ import torch
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.ops import get_mn_major_tma_aligned_tensor
-from deepgemm_jit.ops.checks import SCALE_BLOCK, ceil_div, whole_number
-from deepgemm_jit.ops.checks import round_up as align
+from deepgemm_jit.ops.checks import SCALE_BLOCK, round_up, whole_number
 
 __all__ = [
     "align",
@@ -27,6 +25,22 @@ __all__ = [
 _TMA_BYTES = 16
 _ROW_STEP = 16
 _alignment = [ops.get_mk_alignment_for_contiguous_layout()]
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """Return the first multiple of y that is not below x."""
+    return round_up(x, y)
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """Return A scales M-major with columns padded to 16 bytes; see :func:`deepgemm_jit.ops.get_mn_major_tma_aligned_tensor`."""
+    return ops.get_mn_major_tma_aligned_tensor(sf)
+
 
 get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
 """The name that DeepGEMM 1 gave it."""

@@ -44,9 +44,7 @@ class Products:
             if groups is not None:
                 group_data = checks.GroupData("masked_m" if masked else "m_indices", groups, per_row=contiguous and not psum)
             alignment = options.get("alignment", 128)
-            checks.check_gemm(
-                name, a, b, out, scales, group_data, masked=masked, n_major=n_major, alignment=alignment, fake=True
-            )
+            checks.check_gemm(name, a, b, out, scales, group_data, masked=masked, n_major=n_major, alignment=alignment, fake=True)
             if n_major:
                 b, scales = b.mT, None if scales is None else (scales[0], scales[1].mT)
             if fp8:

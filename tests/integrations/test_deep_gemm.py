@@ -32,7 +32,6 @@ from ops import reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepgemm_jit
-from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.integrations import deep_gemm
 from deepgemm_jit.integrations.deep_gemm import absent
@@ -74,7 +73,9 @@ def test_arguments_have_deepgemms_names_order_and_defaults(name: str) -> None:
     theirs = [part.partition("=") for part in re.split(r", (?![^(]*\))", str(PEER[name])[1:-1]) if part]
     ours = list(inspect.signature(getattr(deep_gemm, name)).parameters.values())
     assert [parameter.name for parameter in ours[: len(theirs)]] == [their_name for their_name, _, _ in theirs]
-    assert [repr(ours[i].default) for i, (_, given, _) in enumerate(theirs) if given] == [default for _, given, default in theirs if given]
+    assert [repr(ours[i].default) for i, (_, given, _) in enumerate(theirs) if given] == [
+        default for _, given, default in theirs if given
+    ]
     # A later version's argument, or one that DeepGEMM demands and we do not, may be left out.
     assert all(parameter.default is not inspect.Parameter.empty for parameter in ours[len(theirs) :])
 
@@ -374,7 +375,9 @@ def test_each_call_launches_one_kernel(driver: DriverDouble) -> None:
     assert len(launch_all()) == len(driver.launches)
 
 
-def test_the_sm_count_bounds_the_grids_and_a_caller_can_put_it_back(driver: DriverDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sm_count_bounds_the_grids_and_a_caller_can_put_it_back(
+    driver: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     before = deep_gemm.get_num_sms()
     assert before == driver.sms
@@ -444,7 +447,9 @@ def test_the_cast_per_block_is_the_reference(n: int, k: int, ue8m0: bool, dtype:
             scale = reference.scales_for(block.abs().amax()[None], ue8m0)[0]
             assert scales[i, j] == scale
             wanted = (block / scale).to(E4M3)
-            assert torch.equal(values[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(
+                values[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].view(torch.uint8), wanted.view(torch.uint8)
+            )
 
 
 HARD: dict[str, float] = {

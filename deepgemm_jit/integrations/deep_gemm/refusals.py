@@ -20,31 +20,38 @@ def require_scales_we_read(operation: str, a: Any, b: Any, recipe: Any, recipe_a
     Raises:
         UnsupportedError: what was given, and what serves instead.
     """
-    for name, recipe_given, ours in (
-        ("recipe", recipe, _RECIPE),
-        ("recipe_a", recipe_a, _RECIPE_A),
-        ("recipe_b", recipe_b, _RECIPE_B),
-    ):
-        if recipe_given is not None and tuple(recipe_given) != ours:
-            raise UnsupportedError(
-                given=f"{operation} with {name}={tuple(recipe_given)}",
-                supported=f"{name}={ours}, or None",
-                advice="Weights with a scale per row and 128 columns are served in the experts forward, by ops.prepare_experts",
-            )
-    for name, pair in (("a", a), ("b", b)):
-        values, scales = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
-        if getattr(values, "dtype", None) == torch.int8:
-            raise UnsupportedError(
-                given=f"{operation} with FP4 values in {name} (packed in int8)",
-                supported="float8_e4m3fn",
-                advice="A Hopper GPU has no FP4 products; ops.prepare_experts folds FP4 experts into FP8 exactly",
-            )
-        if getattr(scales, "dtype", None) == torch.int32:
-            raise UnsupportedError(
-                given=f"{operation} with scales of {name} packed as UE8M0 in int32",
-                supported="float32 scales",
-                advice="Only Blackwell's kernels read packed ones; give the float32 scales they were made of",
-            )
+    # Each call of a decoding step comes through here: what is as usual is passed with a comparison or two.
+    if recipe is not None or recipe_a is not None or recipe_b is not None:
+        _require_recipe(operation, "recipe", recipe, _RECIPE)
+        _require_recipe(operation, "recipe_a", recipe_a, _RECIPE_A)
+        _require_recipe(operation, "recipe_b", recipe_b, _RECIPE_B)
+    _require_operand(operation, "a", a)
+    _require_operand(operation, "b", b)
+
+
+def _require_recipe(operation: str, name: str, given: Any, ours: tuple[int, ...]) -> None:
+    if given is not None and tuple(given) != ours:
+        raise UnsupportedError(
+            given=f"{operation} with {name}={tuple(given)}",
+            supported=f"{name}={ours}, or None",
+            advice="Weights with a scale per row and 128 columns are served in the experts forward, by ops.prepare_experts",
+        )
+
+
+def _require_operand(operation: str, name: str, operand: Any) -> None:
+    values, scales = operand if isinstance(operand, (tuple, list)) and len(operand) == 2 else (operand, None)
+    if getattr(values, "dtype", None) is torch.int8:
+        raise UnsupportedError(
+            given=f"{operation} with FP4 values in {name} (packed in int8)",
+            supported="float8_e4m3fn",
+            advice="A Hopper GPU has no FP4 products; ops.prepare_experts folds FP4 experts into FP8 exactly",
+        )
+    if getattr(scales, "dtype", None) is torch.int32:
+        raise UnsupportedError(
+            given=f"{operation} with scales of {name} packed as UE8M0 in int32",
+            supported="float32 scales",
+            advice="Only Blackwell's kernels read packed ones; give the float32 scales they were made of",
+        )
 
 
 def require_plain_output(operation: str, d: Any, c: Any = None) -> None:
@@ -59,7 +66,7 @@ def require_plain_output(operation: str, d: Any, c: Any = None) -> None:
             supported="c=None",
             advice="Our kernels only write D; add c afterwards with d.add_(c)",
         )
-    if getattr(d, "dtype", None) == torch.float32:
+    if getattr(d, "dtype", None) is torch.float32:
         raise UnsupportedError(
             given=f"{operation} with an output of torch.float32",
             supported="torch.bfloat16; sums are float32 inside",

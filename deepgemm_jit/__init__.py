@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deepgemm_jit.builder import build
     from deepgemm_jit.cubin import Cubin
     from deepgemm_jit.service import KernelService
-    from deepgemm_jit.spec import KernelSpec, kernel_set, select
+    from deepgemm_jit.spec import KernelSpec, is_supported, kernel_set, select
     from deepgemm_jit.warmup import WarmupReport, warm_up
 
 # The application decides what becomes of the log. Without a handler of its own, a library's warnings go to stderr.
@@ -27,6 +27,7 @@ _HOMES = {
     "KernelSpec": "deepgemm_jit.spec",
     "WarmupReport": "deepgemm_jit.warmup",
     "build": "deepgemm_jit.builder",
+    "is_supported": "deepgemm_jit.spec",
     "kernel_set": "deepgemm_jit.spec",
     "select": "deepgemm_jit.spec",
     "warm_up": "deepgemm_jit.warmup",
@@ -39,6 +40,7 @@ __all__ = [
     "WarmupReport",
     "__version__",
     "build",
+    "is_supported",
     "kernel_set",
     "select",
     "warm_up",

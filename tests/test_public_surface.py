@@ -12,7 +12,18 @@ import deepgemm_jit
 
 pytestmark = pytest.mark.none
 
-NAMES = ["Cubin", "KernelService", "KernelSpec", "WarmupReport", "__version__", "build", "kernel_set", "select", "warm_up"]
+NAMES = [
+    "Cubin",
+    "KernelService",
+    "KernelSpec",
+    "WarmupReport",
+    "__version__",
+    "build",
+    "is_supported",
+    "kernel_set",
+    "select",
+    "warm_up",
+]
 
 
 def test_the_public_names_are_pinned() -> None:
@@ -30,7 +41,7 @@ def test_every_public_name_resolves_and_no_submodule_takes_its_place() -> None:
         if module.name not in ("deepgemm_jit.__main__", "deepgemm_jit.ops"):
             importlib.import_module(module.name)
     kinds = {name: type(getattr(deepgemm_jit, name)) for name in NAMES}
-    functions = {"build", "kernel_set", "select", "warm_up"}
+    functions = {"build", "is_supported", "kernel_set", "select", "warm_up"}
     assert {name for name in NAMES if callable(getattr(deepgemm_jit, name)) and kinds[name] is not type} == functions
     assert {name for name in NAMES if kinds[name] is type} == set(NAMES) - functions - {"__version__"}
 

@@ -57,7 +57,15 @@ def test_every_error_is_listed() -> None:
     assert listed - {"DeepGemmJitError"} == {cls.__name__ for cls in tree if not cls.__subclasses__()}
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/cache.md", "docs/multi-device.md", "docs/serving.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/cache.md",
+    "docs/migration.md",
+    "docs/multi-device.md",
+    "docs/serving.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,18 +14,21 @@ import click
 
 from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.builder import Builder, check_loadable
-from deepgemm_jit.cli.output import Opened, Reply, Session, command, open_store
+from deepgemm_jit.cli.output import Opened, Reply, Session, command, count, kernels_by_key, open_store
 from deepgemm_jit.cli.packs import CheckedPack, checked_pack
 from deepgemm_jit.errors import DeepGemmJitError, StoreError, UnsupportedError
 from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names, setting_text
-from deepgemm_jit.spec import ARCHES, arch_of, kernel_set
+from deepgemm_jit.spec import ARCHES, KernelSpec, arch_of, kernel_set
 from deepgemm_jit.store import Entry
+from deepgemm_jit.store.key import parsed_version
 from deepgemm_jit.store.location import NAME_ANOTHER, Location, locate, lock_dir_path
 from deepgemm_jit.store.locks import lock_failure
 
 if TYPE_CHECKING:
+    from deepgemm_jit.compiler import InstalledNvrtc
     from deepgemm_jit.runtime import DriverReport
 
+_REPORT = "Report it with all that deepgemm-jit doctor --json prints"
 _PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cutlass", "torch", "transformers")
 
 
@@ -72,14 +75,17 @@ def _checks(session: Session) -> Iterator[Check]:
         opened = error
     builder = Builder(settings)
     yield _check("nvrtc", _nvrtc)
+    yield from nvrtc_packages(_installed())
     yield _check("headers", lambda: _headers(builder))
-    yield from machine_checks(_driver_report())
+    report = _driver_report()
+    yield from machine_checks(report)
     yield _store(opened)
     packs = [checked_pack(found) for found in builder.store.packs()]
-    yield from (_pack(pack) for pack in packs)
+    known = kernels_by_key(builder)
+    yield from (_pack(pack, known) for pack in packs)
     yield _locks(settings)
     entries = [*(opened.entries() if isinstance(opened, Opened) else []), *(e for pack in packs for e in pack.entries)]
-    yield from (_kernels(builder, entries, arch) for arch in ARCHES)
+    yield from (kernels_check(builder, entries, arch, report) for arch in ARCHES)
 
 
 def _check(name: str, find: Callable[[], str]) -> Check:
@@ -88,11 +94,11 @@ def _check(name: str, find: Callable[[], str]) -> Check:
     except DeepGemmJitError as error:
         known = error.__cause__ is None or str(error.__cause__) in str(error)
         cause = "" if known else f" ({type(error.__cause__).__name__}: {error.__cause__})"
-        return Check(name, False, f"{error}{cause}", getattr(error, "fix", "See the log above"))
+        return Check(name, False, f"{error}{cause}", getattr(error, "fix", _REPORT))
 
 
 def _versions() -> str:
-    found = [f"deepgemm-jit {__version__}", f"Python {platform.python_version()}"]
+    found = [f"deepgemm-jit {__version__}", f"Python {platform.python_version()}", platform.platform()]
     for package in _PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
@@ -128,6 +134,29 @@ def _nvrtc() -> str:
     arch, source = next(iter(ARCHES)), 'extern "C" __global__ void probe(float* out) { *out = 1; }'
     compile_source(source=source, headers={}, entry="probe", arch=arch, options=compile_options(arch))
     return f"NVRTC {info.version} at {info.path}; compiles for {arch}"
+
+
+def _installed() -> tuple[InstalledNvrtc, ...]:
+    from deepgemm_jit.compiler import installed_nvrtcs
+
+    return installed_nvrtcs()
+
+
+def nvrtc_packages(installed: tuple[InstalledNvrtc, ...]) -> Iterator[Check]:
+    """Yield a finding where there are several NVRTCs: of one CUDA major, the import path alone decides which one compiles."""
+    if len(installed) < 2:
+        return
+    from deepgemm_jit.compiler import nvrtc_info
+
+    try:
+        used = Path(nvrtc_info().path).resolve()
+    except DeepGemmJitError:
+        used = None
+    lines = [f"{each.package} {each.version} at {each.path}{' (in use)' if each.path == used else ''}" for each in installed]
+    majors = [each.cuda_major for each in installed]
+    twice = sorted({major for major in majors if majors.count(major) > 1})
+    fix = f"Keep one of CUDA {', '.join(map(str, twice))}: uninstall the others, or take their folder off the import path"
+    yield Check("NVRTC packages", not twice, "\n".join(lines), fix if twice else "")
 
 
 def _headers(builder: Builder) -> str:
@@ -187,12 +216,27 @@ def _store(opened: Opened | StoreError) -> Check:
     return Check("store", False, f"{place.text}; {failure.removeprefix(f'store {root} ')}", NAME_ANOTHER)
 
 
-def _pack(pack: CheckedPack) -> Check:
+def _pack(pack: CheckedPack, known: Mapping[str, KernelSpec]) -> Check:
     detail = f"{pack.path} (from {pack.origin})"
-    if not pack.reason:
-        return Check("pack", True, f"{detail}: {len(pack.entries)} kernels")
-    fix = "Make or fetch it again, make it readable for this user and writable for its owner only, or name it no longer"
-    return Check("pack", False, f"{detail} is ignored: {pack.reason}", fix)
+    if pack.reason:
+        fix = "Make or fetch it again, make it readable for this user and writable for its owner only, or name it no longer"
+        return Check("pack", False, f"{detail} is ignored: {pack.reason}", fix)
+    stale = _stale(pack.entries, known)
+    if not stale:
+        return Check("pack", True, f"{detail}: {count(len(pack.entries), 'kernel')}")
+    made_by = f"deepgemm-jit {pack.library_version}"
+    told = f"{detail} is stale: {len(stale)} of {count(len(pack.entries), 'kernel')} have other sources than this version has"
+    fix = "Make it again with this version: deepgemm-jit warmup, then deepgemm-jit pack create, or name it no longer"
+    return Check("pack", False, f"{told}; it was made by {made_by}", fix)
+
+
+def _stale(entries: Sequence[Entry], known: Mapping[str, KernelSpec]) -> list[Entry]:
+    """Return the entries of kernels that this version asks for under keys that are not there; all, where none serves."""
+    served = {known[entry.key].text for entry in entries if entry.key in known}
+    if known and entries and not served:
+        return list(entries)
+    wanted = {spec.text for spec in known.values()}
+    return [entry for entry in entries if entry.key not in known and entry.spec in wanted - served]
 
 
 def _may_write(root: Path | None) -> bool:
@@ -209,14 +253,27 @@ def _locks(settings: Settings) -> Check:
     return Check("locks", False, f"do not work, processes may compile the same kernels: {failure}", fix)
 
 
-def _kernels(builder: Builder, entries: list[Entry], arch: str) -> Check:
+def kernels_check(builder: Builder, entries: list[Entry], arch: str, report: DriverReport) -> Check:
+    """Return whether the kernels of an arch are built, and whether the driver of this machine, if there is one, loads them."""
     name = f"kernels of {arch}"
     specs = kernel_set(arch)
     try:
         keys = {(builder.request(spec).key, spec.text) for spec in specs}
     except DeepGemmJitError:
         return Check(name, False, "not known, as they do not render", "See headers")
-    built = len(keys & {(entry.key, entry.spec) for entry in entries})
+    found = [entry for entry in entries if (entry.key, entry.spec) in keys]
+    built = {entry.key for entry in found}
+    detail = f"{len(built)} of {len(specs)} are in the store or a pack"
+    if report.version is not None:
+        major, minor = report.version
+        unloadable = built - {entry.key for entry in found if parsed_version(entry.nvrtc_version)[0] <= major}
+        if unloadable:
+            newest = max((entry.nvrtc_version for entry in found if entry.key in unloadable), key=parsed_version)
+            told = (
+                f"{detail}; built by NVRTC {newest}, {len(unloadable)} cannot be loaded: the driver serves CUDA {major}.{minor}"
+            )
+            fix = f"Update the driver to one of CUDA {parsed_version(newest)[0]}, or build them with an NVRTC of CUDA {major}"
+            return Check(name, False, told, f"{fix}: {builder.warmup_command(arch)}")
     # What is missing is compiled on first use, unless the policy forbids it.
-    ok = built == len(specs) or builder.settings.compile != "never"
-    return Check(name, ok, f"{built} of {len(specs)} are in the store or a pack", "" if ok else builder.warmup_command(arch))
+    ok = len(built) == len(specs) or builder.settings.compile != "never"
+    return Check(name, ok, detail, "" if ok else builder.warmup_command(arch))

@@ -36,6 +36,8 @@ class CheckedPack:
     origin: str
     entries: tuple[Entry, ...]
     reason: str = ""
+    library_version: str = ""
+    """Of the library that made it, where it could be read."""
 
 
 def checked_pack(found: FoundPack) -> CheckedPack:
@@ -45,7 +47,8 @@ def checked_pack(found: FoundPack) -> CheckedPack:
         try:
             verify_pack(found.pack)
             reason = "; ".join(_judged(found.pack.entries).wrong.values())
-            return CheckedPack(found.path, found.origin, () if reason else found.pack.entries, reason)
+            entries = () if reason else found.pack.entries
+            return CheckedPack(found.path, found.origin, entries, reason, found.pack.library_version)
         except DamagedError as damaged:
             reason = damaged.reason
         except OSError as error:

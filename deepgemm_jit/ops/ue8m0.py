@@ -83,14 +83,22 @@ def requantize_ue8m0(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.T
     """
     _check_requantize(weight, scale)
     weight, scale = weight.detach(), scale.detach()
-    bits = scale.view(torch.int32)
-    codes = ((bits + _MANTISSA) >> _MANTISSA_BITS).masked_fill(bits <= _SMALLEST, 0).to(torch.uint8)
-    rounded = float_from_ue8m0(codes)
+    rounded = power_of_two_above(scale)
     ratio = scale / rounded
     out = torch.empty_like(weight)
     for index in product(*(range(size) for size in weight.shape[:-2])):  # a matrix at a time: float32 is four times as large
         out[index] = (weight[index].float() * expand_blocks(ratio[index], *weight.shape[-2:])).to(weight.dtype)
     return out, rounded
+
+
+def power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
+    """Return float32 scales that are not negative rounded up to powers of two from 2^-127 on; NaN and infinity stay.
+
+    For who makes values anew with them: rounding a scale alone changes what its values mean.
+    """
+    bits = scale.view(torch.int32)
+    codes = ((bits + _MANTISSA) >> _MANTISSA_BITS).masked_fill(bits <= _SMALLEST, 0).to(torch.uint8)
+    return torch.where(scale.isfinite(), float_from_ue8m0(codes), scale)
 
 
 def expand_blocks(blocks: torch.Tensor, n: int, k: int) -> torch.Tensor:

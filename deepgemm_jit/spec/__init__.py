@@ -1,5 +1,6 @@
 """Kernel specs, the closed kernel sets and selection. Pure: no files, no compiler, no driver."""
 
+from deepgemm_jit.spec.arch import ARCHES, Support, arch_named, arch_of, is_supported
 from deepgemm_jit.spec.kernel import (
     ACTIVATE,
     BF16_GEMM,
@@ -16,17 +17,7 @@ from deepgemm_jit.spec.kernel import (
     KernelSpec,
 )
 from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
-from deepgemm_jit.spec.problem import (
-    ARCHES,
-    GemmProblem,
-    Layout,
-    Limits,
-    Problem,
-    StepProblem,
-    arch_named,
-    arch_of,
-    limits_of,
-)
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.selection import Selected, reachable, select, selected
 
 __all__ = [
@@ -52,9 +43,11 @@ __all__ = [
     "Problem",
     "Selected",
     "StepProblem",
+    "Support",
     "arch_named",
     "arch_of",
     "is_gemm",
+    "is_supported",
     "kernel_set",
     "kernels_by_name",
     "limits_of",

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
+from deepgemm_jit.spec.arch import arch_named
 from deepgemm_jit.spec.kernel import (
     ACTIVATE,
     BF16_GEMM,
@@ -22,7 +23,6 @@ from deepgemm_jit.spec.kernel import (
     TRANSPOSE,
     KernelSpec,
 )
-from deepgemm_jit.spec.problem import arch_named
 from deepgemm_jit.spec.shown import shown
 
 BLOCK_K_BYTES = 128

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.spec.shown import shown
+from deepgemm_jit.spec.arch import arch_named
 
 
 class Layout(Enum):
@@ -84,56 +83,7 @@ class Limits:
         return self.sms * (per_sm if self.whole else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Arch:
-    """A compiler target and the largest device of it."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    max_sms: int
-    shared_memory_bytes: int
-
-
-# Shared memory per block: CUDA C++ Programming Guide, table of technical specifications per compute capability (227 KB on 9.0).
-# 132 SMs is the largest Hopper part sold; a device with more is still served, its plan takes --sms.
-ARCHES: dict[str, Arch] = {"sm_90a": Arch("sm_90a", (9, 0), 132, 227 * 1024)}
-
-
-def arch_named(name: str) -> Arch:
-    """Return the arch called ``name``.
-
-    Raises:
-        UnsupportedError: there are no kernels for it; names those there are.
-    """
-    arch = ARCHES.get(name) if isinstance(name, str) else None
-    if arch is None:
-        raise UnsupportedError(given=f"arch {shown(name)}", supported=", ".join(ARCHES), advice=_arch_advice(name))
-    return arch
-
-
-def arch_of(compute_capability: tuple[int, int]) -> Arch:
-    """Return the arch that serves a compute capability, by an explicit list: an unknown one is refused, never guessed.
-
-    Raises:
-        UnsupportedError: no arch of this package runs on it.
-    """
-    for arch in ARCHES.values():
-        if arch.compute_capability == compute_capability:
-            return arch
-    listed = ", ".join(
-        f"{arch.name} (compute capability {'.'.join(map(str, arch.compute_capability))})" for arch in ARCHES.values()
-    )
-    raise UnsupportedError(given="compute capability " + ".".join(map(str, compute_capability)), supported=listed)
-
-
 def limits_of(arch: str, sms: int | None = None) -> Limits:
     """Return the limits of a device of ``arch`` with ``sms`` SMs (default: the largest one), without a GPU."""
     known = arch_named(arch)
     return Limits(arch, known.max_sms if sms is None else sms, known.shared_memory_bytes)
-
-
-def _arch_advice(name: object) -> str:
-    if not isinstance(name, str):
-        return "An arch is named by a string"
-    near = [known for known in ARCHES if name.rstrip("af") == known.rstrip("af")]
-    return f"Did you mean {near[0]}? Its kernels need the arch-specific suffix" if near else ""

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
+from deepgemm_jit.spec.arch import arch_named
 from deepgemm_jit.spec.cost import Load, Option, Work, options
 from deepgemm_jit.spec.kernel import FP8_GEMM_SWAP_AB, KernelSpec
 from deepgemm_jit.spec.kernel_set import (
@@ -18,7 +19,7 @@ from deepgemm_jit.spec.kernel_set import (
     dynamic_shared_memory_bytes,
     kernel_set,
 )
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, arch_named, limits_of
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.shown import shown
 
 _SIZE_LIMIT = 2**31

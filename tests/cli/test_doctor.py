@@ -8,19 +8,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles.driver import DriverDouble
 
-from deepgemm_jit.builder import build
-from deepgemm_jit.cli.doctor import _store, machine_checks
+from deepgemm_jit.builder import Builder, build
+from deepgemm_jit.cli.doctor import _store, kernels_check, machine_checks, nvrtc_packages
 from deepgemm_jit.cli.output import open_store
-from deepgemm_jit.compiler import nvrtc_info
-from deepgemm_jit.runtime import driver_report
-from deepgemm_jit.settings import read_settings
+from deepgemm_jit.compiler import InstalledNvrtc, installed_nvrtcs, nvrtc_info
+from deepgemm_jit.runtime import DriverReport, driver_report
+from deepgemm_jit.settings import Settings, read_settings
 from deepgemm_jit.spec import kernel_set
+from deepgemm_jit.store import Entry
+from deepgemm_jit.store.pack import pack_bytes, write_pack
 
 pytestmark = pytest.mark.nvrtc
 
@@ -195,6 +198,28 @@ def test_a_gpu_that_no_kernel_serves_is_a_fault_and_names_what_would_be_served()
     assert "CUDA_VISIBLE_DEVICES" in gpu.fix
 
 
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((8, 0), "Ampere"),
+        ((8, 9), "Ada"),
+        ((10, 3), "tcgen05"),
+        ((12, 1), "99 KB of shared memory"),
+        ((13, 0), "does not know it"),
+    ],
+)
+def test_a_gpu_that_no_kernel_serves_is_told_why_not(capability: tuple[int, int], reason: str) -> None:
+    _, gpu = machine_checks(driver_report(DriverDouble(capability=capability)))
+    assert reason in gpu.detail
+
+
+def test_a_slice_of_a_gpu_is_served_as_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = DriverDouble(sms=16)
+    monkeypatch.setattr(double, "device_name", lambda ordinal: "NVIDIA H200 MIG 1g.18gb")
+    _, gpu = machine_checks(driver_report(double))
+    assert gpu.ok and "MIG 1g.18gb" in gpu.detail and "sm_90a" in gpu.detail
+
+
 def test_a_driver_older_than_nvrtc_is_a_fault_with_the_extra_that_fits_it() -> None:
     double = DriverDouble()
     double.version = (int(nvrtc_info().version.partition(".")[0]) - 1, 9)
@@ -202,3 +227,146 @@ def test_a_driver_older_than_nvrtc_is_a_fault_with_the_extra_that_fits_it() -> N
     assert (driver.ok, gpu.ok) == (False, True)
     assert nvrtc_info().version in driver.detail
     assert "nvidia-cuda-nvrtc-cu12" in driver.fix
+
+
+# --- several NVRTCs
+
+
+def nvrtc_distribution(folder: Path, package: str, version: str, library: str) -> Path:
+    """Make a folder in which a package of NVRTC seems to be installed; return its library."""
+    path = folder / library
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    info = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "RECORD").write_text(f"{library},,\n")
+    return path
+
+
+def own_nvrtc() -> InstalledNvrtc:
+    (installed,) = installed_nvrtcs()
+    return installed
+
+
+def test_one_nvrtc_is_no_finding() -> None:
+    assert list(nvrtc_packages((own_nvrtc(),))) == []
+
+
+def test_a_second_nvrtc_of_the_same_cuda_is_a_fault_that_names_both_and_the_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = own_nvrtc()
+    second = nvrtc_distribution(tmp_path, "nvidia-cuda-nvrtc", "13.0.88", f"nvidia/cu13/lib/libnvrtc.so.{own.cuda_major}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = nvrtc_packages(installed_nvrtcs())
+    assert not check.ok
+    assert f"nvidia-cuda-nvrtc 13.0.88 at {second}\n" in check.detail
+    assert check.detail.endswith(f"{own.package} {own.version} at {own.path} (in use)")
+    assert f"Keep one of CUDA {own.cuda_major}" in check.fix
+
+
+def test_an_nvrtc_of_another_cuda_beside_is_told_and_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_nvrtc()
+    other = own.cuda_major - 1
+    nvrtc_distribution(tmp_path, f"nvidia-cuda-nvrtc-cu{other}", f"{other}.9.86", f"nvidia/cuda_nvrtc/lib/libnvrtc.so.{other}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = nvrtc_packages(installed_nvrtcs())
+    assert check.ok
+    assert [line.split(" at ")[0] for line in check.detail.splitlines()] == [
+        f"nvidia-cuda-nvrtc-cu{other} {other}.9.86",
+        f"{own.package} {own.version}",
+    ]
+
+
+def test_broken_metadata_of_a_package_hides_no_nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_nvrtc()
+    (tmp_path / "broken-1.dist-info").mkdir()
+    (tmp_path / "broken-1.dist-info" / "METADATA").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_nvrtcs() == (own,)
+
+
+# --- kernels that this driver or this version does not take
+
+
+def stored_entries(settings: Settings) -> list[Entry]:
+    return open_store(settings).entries()
+
+
+@pytest.mark.parametrize(("behind", "ok"), [(0, True), (1, False)])
+def test_kernels_that_the_driver_is_too_old_for_are_a_fault_with_both_versions(behind: int, ok: bool) -> None:
+    spec = kernel_set("sm_90a")[0]
+    build(spec)
+    settings = read_settings()
+    nvrtc = nvrtc_info().version
+    double = DriverDouble()
+    double.version = (int(nvrtc.partition(".")[0]) - behind, 0)
+    check = kernels_check(Builder(settings), stored_entries(settings), "sm_90a", driver_report(double))
+    assert check.ok is ok
+    assert check.detail.startswith("1 of ")
+    if not ok:
+        assert f"built by NVRTC {nvrtc}, 1 cannot be loaded: the driver serves CUDA {double.version[0]}.0" in check.detail
+        assert "Update the driver" in check.fix and "deepgemm-jit warmup --arch sm_90a" in check.fix
+
+
+def test_kernels_that_an_older_nvrtc_built_too_are_no_fault() -> None:
+    build(kernel_set("sm_90a")[0])
+    settings = read_settings()
+    (entry,) = stored_entries(settings)
+    double = DriverDouble()
+    double.version = (12, 9)
+    entries = [entry, replace(entry, nvrtc_version="12.9")]
+    assert kernels_check(Builder(settings), entries, "sm_90a", driver_report(double)).ok
+
+
+def test_a_machine_without_driver_asks_for_none() -> None:
+    build(kernel_set("sm_90a")[0])
+    settings = read_settings()
+    report = DriverReport(None, (), "cuInit returned no driver")
+    assert kernels_check(Builder(settings), stored_entries(settings), "sm_90a", report).ok
+
+
+def packed(path: Path, stale: int) -> Path:
+    """Write a pack of two kernels as version 0.6.10 might have made it; so many of them are of other sources than ours."""
+    for spec in kernel_set("sm_90a")[:2]:
+        build(spec)
+    store = Builder(read_settings()).store
+    entries = stored_entries(read_settings())
+    images = {entry.digest: store.load(entry).image for entry in entries}
+    changed = [replace(entry, key=f"{number:064x}") if number < stale else entry for number, entry in enumerate(entries)]
+    write_pack(path, pack_bytes("0.6.10", changed, lambda entry: images[entry.digest]))
+    return path
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_a_pack_that_an_older_version_made_is_stale_and_says_how_much_of_it(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stale: int
+) -> None:
+    pack = packed(tmp_path / "old.pack", stale)
+    monkeypatch.setenv("DEEPGEMM_JIT_PACKS", str(pack))
+    checks = doctor()
+    assert faults(checks) == ["pack"]
+    detail = checks["pack"]["detail"]
+    assert f"{pack} (from DEEPGEMM_JIT_PACKS) is stale: {stale} of 2 kernels" in detail
+    assert detail.endswith("made by deepgemm-jit 0.6.10")
+    assert "deepgemm-jit pack create" in checks["pack"]["fix"]
+
+
+def test_a_pack_of_a_part_of_the_kernels_is_not_stale(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEEPGEMM_JIT_PACKS", str(packed(tmp_path / "part.pack", stale=0)))
+    checks = doctor()
+    assert faults(checks) == []
+    assert checks["pack"]["detail"].endswith(": 2 kernels")
+
+
+def test_what_is_told_without_a_fix_of_its_own_is_to_be_reported(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import deepgemm_jit.compiler as compiler, deepgemm_jit.errors as errors\n"
+        "def refused(**_): raise errors.CompileError(kernel='probe', options=(), log='no', source='x')\n"
+        "compiler.compile_source = refused\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    checks = doctor(environment={**os.environ, "PYTHONPATH": path})
+    assert faults(checks) == ["nvrtc"]
+    assert "doctor --json" in checks["nvrtc"]["fix"]

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError, OperandError
 from deepgemm_jit.ops import checks
+from deepgemm_jit.spec import GemmProblem, Layout, limits_of, select
 
 pytestmark = pytest.mark.none
 
@@ -208,6 +209,17 @@ def test_the_alignment_proposed_for_a_group_is_that_of_the_first_tile_that_holds
     assert ops.get_mk_alignment_for_contiguous_layout(expected_m) == alignment
     with pytest.raises(OperandError, match="expected_m must be a whole number"):
         ops.get_mk_alignment_for_contiguous_layout(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 64, 127, 128, 129])
+def test_groups_placed_by_the_alignment_of_the_query_get_a_tile_that_lies_in_one_group(rows: int) -> None:
+    alignment = ops.get_mk_alignment_for_contiguous_layout(rows)
+    for given in {alignment, ops.get_mk_alignment_for_contiguous_layout()}:
+        with FakeTensorMode():
+            call("row_index", operands("row_index", m=GROUPS * checks.round_up(rows, given)) | {"alignment": given})
+        for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS):
+            problem = GemmProblem(GROUPS * checks.round_up(rows, given), N, K, GROUPS, layout, given)
+            assert given % select(problem, limits_of("sm_90a")).block[0] == 0
 
 
 @pytest.mark.parametrize("alignment", [-128, 0, 1, 8, 100])

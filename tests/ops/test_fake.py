@@ -15,10 +15,11 @@ if find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import deepgemm_jit
 from deepgemm_jit import ops
+from deepgemm_jit.runtime.steps import Gate
 
 pytestmark = pytest.mark.none
 
@@ -62,6 +63,49 @@ def test_products_return_nothing_and_keep_their_output(m: int) -> None:
     assert (out.shape, grouped_out.shape) == ((m, 264), (4, m, 264))
 
 
+def fake_calls(m: int) -> dict[str, tuple[object, ...]]:
+    """Return arguments of every operator of this package."""
+    k, n, groups, top_k, gate = 144, 264, 4, 2, Gate.SILU_GATE.value
+    fp8 = torch.empty((m, k), dtype=E4M3), torch.empty((m, 2))
+    stack = torch.empty((groups, n, k), dtype=E4M3), torch.empty((groups, 3, 2))
+    masked = torch.empty((groups, m, k), dtype=E4M3), torch.empty((groups, m, 2))
+    out, masked_out = torch.empty((m, n), dtype=BF16), torch.empty((groups, m, n), dtype=BF16)
+    bf16, wide_stack = torch.empty((m, k), dtype=BF16), torch.empty((groups, n, k), dtype=BF16)
+    index, counts = torch.empty(m, dtype=torch.int32), torch.empty(groups, dtype=torch.int32)
+    routing = torch.empty((m, top_k), dtype=torch.int64), torch.empty((m, top_k))
+    up, down = torch.empty((groups, 2 * k, k), dtype=BF16), torch.empty((groups, k, k), dtype=BF16)
+    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(bf16, *routing, down, up, None, None, False, False, False, gate)
+    return {
+        "fp8_gemm": (*fp8, stack[0][0], stack[1][0], out, False),
+        "bf16_gemm": (bf16, wide_stack[0], out, False),
+        "m_grouped_fp8_gemm_contiguous": (*fp8, *stack, out, index, False, 128, False),
+        "m_grouped_bf16_gemm_contiguous": (bf16, wide_stack, out, index, False, 128, False),
+        "m_grouped_fp8_gemm_masked": (*masked, *stack, masked_out, counts, 8),
+        "m_grouped_bf16_gemm_masked": (torch.empty((groups, m, k), dtype=BF16), wide_stack, masked_out, counts, 8),
+        "per_token_cast_to_fp8": (bf16, False),
+        "get_mn_major_tma_aligned_tensor": (fp8[1],),
+        "experts_up": (bf16, *routing, down, up, None, None, False, False, False, gate),
+        "experts_down": (projected, *routing, rows, ends, down, None, None, False, False, False, gate, False, 7.0, 1.0),
+    }
+
+
+@pytest.mark.parametrize("m", [0, 1, 77])
+def test_every_operator_runs_on_tensors_without_memory(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("a shape-only run asked for the service")
+
+    for module in ("launching", "prepared"):
+        monkeypatch.setattr(f"deepgemm_jit.ops.{module}.default_service", refuse)
+    defined = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("deepgemm_jit::")}
+    with FakeTensorMode():
+        calls = fake_calls(m)
+        assert set(calls) == defined
+        for name, arguments in calls.items():
+            returned = getattr(torch.ops.deepgemm_jit, name)(*arguments)
+            for part in returned if isinstance(returned, tuple) else (returned,):
+                assert part is None or (isinstance(part, FakeTensor) and part.dtype in (E4M3, BF16, F32, torch.int32)), name
+
+
 class CastAndMultiply(torch.nn.Module):
     def forward(self, x: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
         a = ops.per_token_cast_to_fp8(x)
@@ -84,7 +128,7 @@ def test_one_graph_takes_any_number_of_rows() -> None:
 _FAKE_CALLS = """
 import json, sys
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 with_torch = set(sys.modules)  # newer torch brings the driver's bindings along
 from deepgemm_jit import ops

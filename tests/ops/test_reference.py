@@ -10,7 +10,7 @@ if find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
 
 import torch
-from ops.reference import Output, assert_close, cast_rows, group_rows, product, random_a, random_b, used_rows
+from ops.reference import E4M3_MAX, Output, assert_close, cast_rows, group_rows, product, random_a, random_b, used_rows
 
 pytestmark = pytest.mark.none
 
@@ -31,6 +31,32 @@ def test_a_cast_is_within_half_a_step_of_its_input() -> None:
     values, scales = cast_rows(x)
     error = (values.float() * scales.repeat_interleave(128, 1)[:, :400] - x).abs()
     assert (error <= x.abs() * 2.0**-4 + scales.repeat_interleave(128, 1)[:, :400] * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True], ids=["float_scales", "ue8m0"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-38, 9.9e-5, 1.0, 1.0 + 2.0**-7, 3.3895313892515355e38], ids=repr)
+def test_a_block_of_any_finite_value_gets_a_scale_that_divides_it(value: float, use_ue8m0: bool) -> None:
+    values, scales = cast_rows(torch.full((1, 128), value), use_ue8m0)
+    scale = float(scales)
+    assert 0 < scale < float("inf")
+    assert scale >= max(abs(value), 1e-4) / E4M3_MAX * (1 - 2.0**-23)
+    if use_ue8m0:
+        assert scale.hex().startswith("0x1.0000000000000p")
+        assert scale < 2 * max(abs(value), 1e-4) / E4M3_MAX * (1 + 2.0**-22)
+    assert values.float().isfinite().all()
+    assert abs(float(values[0, 0]) * scale - value) <= abs(value) * 2.0**-4 + scale * 2.0**-10
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True], ids=["float_scales", "ue8m0"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_shows_in_its_block_alone(value: float, use_ue8m0: bool) -> None:
+    x = torch.ones((2, 256))
+    x[0, 200] = value
+    values, scales = cast_rows(x, use_ue8m0)
+    assert (~scales.isfinite()).nonzero().tolist() == [[0, 1]]
+    back = values.float() * scales.repeat_interleave(128, 1)
+    assert back[0, 200].isnan()
+    assert torch.allclose(back[1], x[1], rtol=2.0**-4) and torch.allclose(back[0, :128], x[0, :128], rtol=2.0**-4)
 
 
 def test_one_wrong_element_is_seen() -> None:

@@ -44,6 +44,12 @@ class Claim:
     what: str
     seen: str
     faults: tuple[str, ...] = ()
+    ran: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """Return one word for a table."""
+        return "no" if self.faults else "yes" if self.ran else "-"
 
 
 # --- what a part says
@@ -54,7 +60,7 @@ def claims_of(run: dict[str, Any]) -> list[Claim]:
     claims: list[Claim] = []
     for part, result in run["parts"].items():
         if "not_run" in result:
-            claims.append(Claim(part, f"not run: {result['not_run']}"))
+            claims.append(Claim(part, f"not run: {result['not_run']}", ran=False))
         elif "fault" in result:
             claims.append(Claim(part, "failed", (result["fault"],)))
         else:
@@ -245,7 +251,7 @@ def main() -> int:
     table = Table(("part", 62), ("fine", 4), ("seen", 0))
     table.start(f"{gpus} GPUs" if gpus else f"{run['ranks']} processes without GPUs")
     for claim in claims:
-        table.row(claim.what, "NO" if claim.faults else "yes", claim.seen)
+        table.row(claim.what, claim.verdict, claim.seen)
     return 1 if faults else 0
 
 

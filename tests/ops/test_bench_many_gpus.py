@@ -144,9 +144,9 @@ def test_what_is_wrong_is_told(many_gpus: ModuleType, part: str, change: tuple[A
 
 def test_a_part_that_crashed_is_wrong_and_one_that_cannot_run_here_is_not(many_gpus: ModuleType) -> None:
     run = {"gpus": 1, "ranks": 1, "parts": {"memory": {"not_run": "one GPU"}, "model": {"fault": "exit status -11: "}}}
-    assert [(claim.seen, claim.faults) for claim in many_gpus.claims_of(run)] == [
-        ("not run: one GPU", ()),
-        ("failed", ("exit status -11: ",)),
+    assert [(claim.seen, claim.faults, claim.verdict) for claim in many_gpus.claims_of(run)] == [
+        ("not run: one GPU", (), "-"),
+        ("failed", ("exit status -11: ",), "no"),
     ]
 
 

@@ -7,10 +7,12 @@ import math
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deepgemm_jit import __version__
+from deepgemm_jit.settings import PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,54 @@ def try_driver_version() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(answer.stdout.split()), None)
+
+
+def without_settings() -> dict[str, str]:
+    """Return the environment of this process without the settings of this package."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that was started in a session of its own, and all that it started; nothing if it was waited for."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def answer_of(arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+    """Run Python in a process of its own; return the JSON object in its last line, or under "fault" how it ended without one."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, told = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        end(process)
+        process.communicate()
+        return {"fault": f"no end after {timeout_s:.0f} s"}
+    if process.returncode != 0:
+        print(told, file=sys.stderr)
+        return {"fault": f"exit status {process.returncode}: {last_line(told) or 'no error told'}"}
+    return answer_in(printed) or {"fault": "no answer"}
+
+
+def answer_in(printed: str) -> dict[str, Any] | None:
+    """Return the JSON object in the last line of what a program printed, or None."""
+    try:
+        answer = json.loads(last_line(printed))
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty: of a traceback, the error."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Spread, Table, environment, number, write_json
+from common import Spread, Table, environment, number, without_settings, write_json
 
 from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.settings import PREFIX
 from deepgemm_jit.spec import FP8_GEMM, KernelSpec, kernel_set
 
 PACKAGES = ("nvidia-cuda-nvrtc", "cuda-bindings", "nvidia-cutlass")
@@ -111,8 +109,7 @@ def measure_warm_up(arch: str, jobs: int) -> list[dict[str, Any]]:
 
 def _run(arguments: list[str]) -> dict[str, Any]:
     """Run Python with the user's settings of this package left out, and return the JSON object it prints."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    done = subprocess.run([sys.executable, *arguments], env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, *arguments], env=without_settings(), stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout.strip():
         raise SystemExit(f"bench/compile.py: a process ended with status {done.returncode} and no result; its reason is above")
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import environment, try_driver_version
+from common import environment, try_driver_version, without_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("nvidia-cuda-nvrtc", "cuda-bindings", "torch")
@@ -61,8 +60,7 @@ def load_all(pack: Path, empty: Path) -> dict[str, Any]:
 
 def forward(pack: Path) -> subprocess.CompletedProcess[str]:
     """Run the first forward with nothing but the pack."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEEPGEMM_JIT_")}
-    environ |= {"DEEPGEMM_JIT_PACKS": str(pack), "DEEPGEMM_JIT_COMPILE": "never"}
+    environ = without_settings() | {"DEEPGEMM_JIT_PACKS": str(pack), "DEEPGEMM_JIT_COMPILE": "never"}
     command = [sys.executable, str(ROOT / "examples/first_forward.py")]
     return subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
 

@@ -1,7 +1,8 @@
-"""Writes ``docs/performance.md`` and its plots from the results in ``bench/results``; ``--check`` says whether they gave it.
+"""Writes the pages of figures from the results in ``bench/results``; ``--check`` says whether they gave them.
 
-The page is a template with the figures left out, so no figure on it can be older than the results. No GPU is needed. Exit status:
-0, or 1 when ``--check`` finds another page than the results give.
+They are ``docs/performance.md`` with its plots, and what ``docs/multi-device.md`` says of runs over all GPUs. Both are templates
+with the figures left out, so no figure can be older than the results. No GPU is needed. Exit status: 0, or 1 when ``--check``
+finds another page than the results give.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import jinja2
 from common import geometric_mean
+from many_gpus import claims_of
 from problems import PEAK_BYTES_PER_S, PEAK_FLOPS_PER_S, Shape
 
 HERE = Path(__file__).parent
@@ -21,6 +23,8 @@ RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
 PAGE = DOCS / "performance.md"
 PLOTS = DOCS / "performance"
+MULTI_DEVICE = DOCS / "multi-device.md"
+BEGIN, END = "<!-- what bench/report.py writes -->\n", "<!-- and no further -->\n"
 
 # Group of the table: name, kind, values of M (any where empty).
 GROUPS = (
@@ -68,18 +72,34 @@ def groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def page(results: dict[str, dict[str, Any]]) -> str:
     """Return the text of the page."""
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, autoescape=False
-    )
-    template = environment.from_string((HERE / "performance.md.j2").read_text(encoding="utf-8"))
     rows = compared(results["gemm"])
-    return template.render(
+    return _template("performance").render(
         **results,
         groups=groups(rows),
         rows=[row | {"label": shape_of(row).label} for row in rows],
         peak_bytes=PEAK_BYTES_PER_S / 1e12,
         peak_flops=PEAK_FLOPS_PER_S / 1e12,
     )
+
+
+def many_gpus_part(runs: list[dict[str, Any]]) -> str:
+    """Return what the page of several devices says of runs over all GPUs of a machine."""
+    told = [run | {"claims": claims_of(run)} for run in runs if run["gpus"]]
+    return _template("many_gpus").render(runs=told)
+
+
+def with_part(text: str, part: str) -> str:
+    """Return a page with another part between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + part + END + after
+
+
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    return environment.from_string((HERE / f"{name}.md.j2").read_text(encoding="utf-8"))
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
@@ -125,14 +145,18 @@ def main() -> int:
     line.add_argument("--check", action="store_true", help="write nothing")
     options = line.parse_args()
     results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("compile", "gemm", "host")}
-    text = page(results)
+    many = RESULTS / "many_gpus.json"
+    runs = json.loads(many.read_text(encoding="utf-8"))["runs"] if many.is_file() else []
+    texts = {PAGE: page(results), MULTI_DEVICE: with_part(MULTI_DEVICE.read_text(encoding="utf-8"), many_gpus_part(runs))}
     if options.check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        print("docs/performance.md is what the results give" if same else "docs/performance.md is old: run bench/report.py")
-        return 0 if same else 1
-    PAGE.write_text(text, encoding="utf-8")
+        old = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        for path in texts:
+            print(f"{path.name} is {'old: run bench/report.py' if path in old else 'what the results give'}")
+        return 1 if old else 0
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     draw(compared(results["gemm"]))
-    print(f"written: {PAGE} and the plots in {PLOTS}")
+    print(f"written: {', '.join(map(str, texts))} and the plots in {PLOTS}")
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Spread, Table, environment, number, write_json
+from common import Spread, Table, environment, number, without_settings, write_json
 
 RESULT = Path(__file__).parent / "results" / "store.json"
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -112,9 +111,10 @@ def warm_start(root: Path) -> dict[str, Any]:
 
 def in_fresh_process(*arguments: str) -> dict[str, Any]:
     """Run one of the functions above in a process of its own and return what it measured."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEEPGEMM_JIT_")}
     command = [sys.executable, __file__, "--here", *arguments]
-    answer: dict[str, Any] = json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True).stdout)
+    answer: dict[str, Any] = json.loads(
+        subprocess.run(command, env=without_settings(), stdout=subprocess.PIPE, check=True).stdout
+    )
     return answer
 
 

@@ -8,8 +8,9 @@ Dequantized value = stored value x scale, for weights and for static activations
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -149,11 +150,11 @@ MODELS = {"qwen3_moe": (Qwen3MoeForCausalLM, qwen3_moe_config), "deepseek_v3": (
 
 
 def fp8_model(
-    kind: str, device: Any = "cpu", *, block: tuple[int, int] | None = (128, 128), scheme: str = "dynamic"
+    kind: str, device: Any = "cpu", *, block: tuple[int, int] | None = (128, 128), scheme: str = "dynamic", **config: Any
 ) -> nn.Module:
     """Build a tiny random model and replace its linears and experts by transformers' FP8 modules."""
     make, config_for = MODELS[kind]
-    model = make(config_for(experts_implementation="eager")).to(BF16)
+    model = make(config_for(experts_implementation="eager", **config)).to(BF16)
     nn.init.normal_(model.model.embed_tokens.weight, std=2.0)  # larger than what a layer adds: noise is damped
     quantization = quantization_config(block, scheme)
     # Called directly: without a GPU, from_pretrained dequantizes without a word.
@@ -170,6 +171,20 @@ def _move(model: nn.Module, device: Any) -> nn.Module:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))
     return model
+
+
+def spread(model: nn.Module, gpus: Sequence[int]) -> nn.Module:
+    """Dispatch a copy of a model over GPUs: the embedding on the first, the layers in equal parts, the head on the last."""
+    from accelerate import dispatch_model
+
+    twin = copy.deepcopy(model)
+    if len(set(gpus)) == 1:
+        return twin.to(f"cuda:{gpus[0]}")
+    layers = len(model.model.layers)
+    device_map = {f"model.layers.{i}": gpus[i * len(gpus) // layers] for i in range(layers)}
+    device_map |= {"model.embed_tokens": gpus[0], "model.rotary_emb": gpus[0], "model.norm": gpus[-1], "lm_head": gpus[-1]}
+    fp8._disable_deepgemm_on_multi_device(dispatch_model(twin, device_map))  # what loading with a device map does
+    return twin
 
 
 def quantization_config(block: tuple[int, int] | None = (128, 128), scheme: str = "dynamic", **more: Any) -> FineGrainedFP8Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -302,21 +301,6 @@ def test_what_was_prepared_is_freed_when_parameters_are_offloaded() -> None:
 # --- two GPUs
 
 
-def spread(model: nn.Module, devices: tuple[int, int]) -> nn.Module:
-    """Dispatch a copy of a model: the embedding and the first layers on one GPU, the rest on the other."""
-    from accelerate import dispatch_model
-
-    first, second = devices
-    layers = len(model.model.layers)
-    device_map = {f"model.layers.{i}": first if i < layers / 2 else second for i in range(layers)}
-    device_map |= {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
-    twin = copy.deepcopy(model)
-    if first == second:
-        return twin.to(f"cuda:{first}")
-    fp8._disable_deepgemm_on_multi_device(dispatch_model(twin, device_map))  # what loading with a device map does
-    return twin
-
-
 @pytest.mark.multigpu
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="a device map needs accelerate")
 @pytest.mark.parametrize("activations", ACTIVATIONS)
@@ -324,7 +308,7 @@ def spread(model: nn.Module, devices: tuple[int, int]) -> nn.Module:
 def test_a_model_over_two_gpus_gives_the_tokens_and_layers_of_one(kind: str, activations: str) -> None:
     model = peers.fp8_model(kind, scheme=activations)
     model.set_experts_implementation(integration.NAME)
-    models = {devices: spread(model, devices) for devices in ((0, 0), (1, 1), (0, 1), (1, 0))}
+    models = {devices: peers.spread(model, devices) for devices in ((0, 0), (1, 1), (0, 1), (1, 0))}
     assert any(module._deepgemm_disabled for module in models[0, 1].modules() if isinstance(module, fp8.FP8Experts))
     prompt = peers.random_prompts()
     results = {}
@@ -350,7 +334,7 @@ def test_a_model_over_two_gpus_gives_the_tokens_and_layers_of_one(kind: str, act
 def test_two_hundred_forwards_alternate_between_gpus(activations: str) -> None:
     model = peers.fp8_model("qwen3_moe", scheme=activations)
     model.set_experts_implementation(integration.NAME)
-    models = [(devices[0], spread(model, devices)) for devices in ((0, 0), (0, 1), (1, 1), (1, 0))]
+    models = [(devices[0], peers.spread(model, devices)) for devices in ((0, 0), (0, 1), (1, 1), (1, 0))]
     for _, twin in models:
         integration.accelerate_linears(twin)
     prompt = peers.random_prompts()

@@ -6,6 +6,7 @@ A comment on the line before a block is its mark; without one, the block runs in
     <!-- gpu: REASON -->     Python that needs a GPU and more than that: parsed, and the names that it uses looked up
     <!-- exit status 1 -->   a command that has to fail
     <!-- not run: REASON --> parsed only
+    <!-- raised: NAME -->    text that troubleshooting.py raises
 
 ``python tests/docs/blocks.py PAGE`` prints the commands of a page as one script, which is how CI runs the quick start.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-MARKS = re.compile(r"gpu(: .+)?|exit status 1|not run: .+")
+MARKS = re.compile(r"gpu(: .+)?|exit status 1|not run: .+|raised: .+")
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]+) -->\n)?(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,

@@ -40,18 +40,6 @@ def _run(script: list[str], folder: Path, environment: dict[str, str]) -> None:
     assert child.returncode == 0, f"{child.stdout}\n{child.stderr}"
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that holds the kernel set, for all pages: a reader has warmed up before."""
-    from deepgemm_jit.settings import read_settings
-    from deepgemm_jit.warmup import build_plan, plan_for
-
-    root = tmp_path_factory.mktemp("readers") / "store"
-    settings = read_settings({}, cache_dir=root, lock_dir=root.with_name("locks"))
-    assert not build_plan(plan_for("sm_90a"), 2, settings=settings).failed
-    return root
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a reader's folder: a checkout, and the files that the pages call path/to/..."""
@@ -65,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, store: Path) -> dict[str, str]:
+def environment(tmp_path: Path, warm_store: Path) -> dict[str, str]:
     """Return a reader's environment, in which the commands are those of this tree."""
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -76,7 +64,7 @@ def environment(tmp_path: Path, store: Path) -> dict[str, str]:
         **os.environ,
         "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "DEEPGEMM_JIT_CACHE_DIR": str(store),
+        "DEEPGEMM_JIT_CACHE_DIR": str(warm_store),
     }
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from docs.blocks import ROOT
 
-from deepgemm_jit.settings import read_settings
-from deepgemm_jit.warmup import build_plan, plan_for
+from deepgemm_jit.warmup import plan_for
 
 pytestmark = pytest.mark.nvrtc
 
@@ -37,14 +36,13 @@ Ask = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pack(warm_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a pack of what the model needs for up to 64 tokens, and nothing else."""
-    folder = tmp_path_factory.mktemp("warm")
-    settings = read_settings({}, cache_dir=folder / "store", lock_dir=folder / "locks")
-    assert not build_plan(plan_for("sm_90a", MODEL, max_tokens=MAX_TOKENS), 2, settings=settings).failed
-    command = [sys.executable, "-m", "deepgemm_jit", "pack", "create", "kernels.pack", "--cache-dir", "store"]
-    subprocess.run(command, cwd=folder, env=_environment(), check=True, capture_output=True, timeout=120)
-    return folder / "kernels.pack"
+    file = tmp_path_factory.mktemp("pack") / "kernels.pack"
+    wanted = ["--arch", "sm_90a", "--model", str(MODEL), "--max-tokens", str(MAX_TOKENS), "--cache-dir", str(warm_store)]
+    command = [sys.executable, "-m", "deepgemm_jit", "pack", "create", str(file), *wanted]
+    subprocess.run(command, env=_environment(), check=True, capture_output=True, timeout=120)
+    return file
 
 
 def _environment(*first: Path, **more: str) -> dict[str, str]:

@@ -51,14 +51,14 @@ class Refused(Exception):
 
 
 class Layer:
-    """One experts layer on one GPU, with random FP8 weights."""
+    """One experts layer on one device, with random FP8 weights."""
 
-    def __init__(self, model: Model, gpu: int) -> None:
+    def __init__(self, model: Model, device: str) -> None:
         import torch
 
         from deepgemm_jit import ops
 
-        self.model, self.device = model, torch.device("cuda", gpu)
+        self.model, self.device = model, torch.device(device)
 
         def weights(n: int, k: int) -> tuple[Any, Any]:
             values = torch.empty((model.experts, n, k), dtype=torch.float8_e4m3fn, device=self.device)
@@ -84,7 +84,7 @@ class Layer:
         out = ops.fp8_experts(hidden, index, weights, self.experts)
         torch.cuda.synchronize(self.device)
         milliseconds = 1e3 * (time.perf_counter() - start)
-        return {"tokens": tokens, "gpu": self.device.index, "ms": milliseconds, "finite": bool(out.isfinite().all())}
+        return {"tokens": tokens, "gpu": str(self.device), "ms": milliseconds, "finite": bool(out.isfinite().all())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def load(service: KernelService, plan: Plan, model: Model) -> tuple[tuple[Layer,
             for spec in plan.kernels:
                 call.kernel(spec)
     try:
-        layers = tuple(Layer(model, gpu.ordinal) for gpu in report.gpus)
+        layers = tuple(Layer(model, f"cuda:{gpu.ordinal}") for gpu in report.gpus)
     except ImportError as error:
         return (), f"the kernels are loaded, but the layer needs torch: {error}"
     for layer in layers:

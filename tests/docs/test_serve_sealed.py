@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -10,13 +12,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from docs.blocks import ROOT
 
-from deepgemm_jit.warmup import plan_for
+from deepgemm_jit.warmup import plan_for, read_model
 
 pytestmark = pytest.mark.nvrtc
 
@@ -152,6 +155,23 @@ print(refused, len(others))
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
     refused, others = map(int, child.stdout.split())
     assert refused == others > 0
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="the layer needs torch, which is not installed")
+def test_without_a_gpu_the_layer_comes_as_far_as_the_devices_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All faults of a call are listed at once, so that shapes and dtypes are right when only devices are wrong."""
+    import torch
+
+    from deepgemm_jit.errors import OperandError
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    serve_sealed = importlib.import_module("serve_sealed")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    model = dataclasses.replace(read_model(MODEL), experts=12, hidden_size=256, intermediate_size=128)
+    layer = serve_sealed.Layer(model, "cpu")
+    with pytest.raises(OperandError) as refusal:
+        layer.forward(5)
+    assert [fault for fault in refusal.value.faults if not fault.endswith("must be on a CUDA device, not cpu")] == []
 
 
 def test_a_model_that_it_has_no_layer_for_is_refused() -> None:

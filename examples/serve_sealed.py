@@ -27,13 +27,13 @@ import sys
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from deepgemm_jit.errors import DeepGemmJitError, KernelNotBuiltError, UnsupportedError
 from deepgemm_jit.runtime import driver_report
 from deepgemm_jit.service import KernelService, default_service
-from deepgemm_jit.warmup import Model, Plan, plan_for, read_model
-from deepgemm_jit.warmup.models import Scheme
+from deepgemm_jit.warmup import Plan, plan_for
 
 ARCH = "sm_90a"
 BLOCK = 128
@@ -50,24 +50,51 @@ class Refused(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a layer is made of."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+def sizes_of(path: str) -> Sizes:
+    """Read the sizes of the experts, by the keys that Qwen and DeepSeek use.
+
+    Raises:
+        UnsupportedError: other keys, or weights other than FP8 with a scale per 128 x 128 block: no layer of those is made here.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    config = json.loads(file.read_text())
+    try:
+        if config["quantization_config"]["weight_block_size"] != [BLOCK, BLOCK]:
+            raise KeyError("weight_block_size of 128 x 128")
+        experts = config["num_experts"] if "num_experts" in config else config["n_routed_experts"]
+        return Sizes(config["hidden_size"], config["moe_intermediate_size"], experts, config["num_experts_per_tok"])
+    except KeyError as missing:
+        raise UnsupportedError(given=f"{file} without {missing}", supported="here, FP8 experts of Qwen and DeepSeek") from None
+
+
 class Layer:
     """One experts layer on one device, with random FP8 weights."""
 
-    def __init__(self, model: Model, device: str) -> None:
+    def __init__(self, sizes: Sizes, device: str) -> None:
         import torch
 
         from deepgemm_jit import ops
 
-        self.model, self.device = model, torch.device(device)
+        self.sizes, self.device = sizes, torch.device(device)
 
         def weights(n: int, k: int) -> tuple[Any, Any]:
-            values = torch.empty((model.experts, n, k), dtype=torch.float8_e4m3fn, device=self.device)
+            values = torch.empty((sizes.experts, n, k), dtype=torch.float8_e4m3fn, device=self.device)
             for expert in values:  # one by one: the random numbers take four times the memory of the weights
                 expert.copy_(torch.randn((n, k), device=self.device))
-            return values, torch.full((model.experts, -(-n // BLOCK), -(-k // BLOCK)), 0.02, device=self.device)
+            return values, torch.full((sizes.experts, -(-n // BLOCK), -(-k // BLOCK)), 0.02, device=self.device)
 
-        gate_up, gate_up_scale = weights(2 * model.intermediate_size, model.hidden_size)
-        down, down_scale = weights(model.hidden_size, model.intermediate_size)
+        gate_up, gate_up_scale = weights(2 * sizes.width, sizes.hidden)
+        down, down_scale = weights(sizes.hidden, sizes.width)
         self.experts = ops.prepare_experts(gate_up, down, gate_up_scale, down_scale)
 
     def forward(self, tokens: int) -> dict[str, Any]:
@@ -76,9 +103,9 @@ class Layer:
 
         from deepgemm_jit import ops
 
-        hidden = torch.randn((tokens, self.model.hidden_size), dtype=torch.bfloat16, device=self.device)
-        scores = torch.rand((tokens, self.model.experts), device=self.device)
-        weights, index = scores.softmax(-1).topk(self.model.experts_per_token)
+        hidden = torch.randn((tokens, self.sizes.hidden), dtype=torch.bfloat16, device=self.device)
+        scores = torch.rand((tokens, self.sizes.experts), device=self.device)
+        weights, index = scores.softmax(-1).topk(self.sizes.top_k)
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         out = ops.fp8_experts(hidden, index, weights, self.experts)
@@ -113,19 +140,17 @@ def start(path: str, max_tokens: int) -> Server:
         KernelNotBuiltError: a kernel of the plan is neither in the store nor in a pack.
         DeepGemmJitError: the model, a setting, the store or a GPU is refused.
     """
-    model, service = read_model(path), default_service()
-    if model.scheme is not Scheme.BLOCKS:
-        raise UnsupportedError(given=f"{model.path}: experts in {model.scheme.value}", supported=f"here, {Scheme.BLOCKS.value}")
-    plan = plan_for(ARCH, path, max_tokens=max_tokens)
+    plan, service = plan_for(ARCH, path, max_tokens=max_tokens), default_service()
+    sizes = sizes_of(path)
     service.seal()
     for spec in plan.kernels:
         service.builder.build(spec)
     log.info("%d kernels are there; sealed: nothing compiles from here on", len(plan.kernels))
-    layers, not_ready = load(service, plan, model)
+    layers, not_ready = load(service, plan, sizes)
     return Server(plan, max_tokens, layers, not_ready)
 
 
-def load(service: KernelService, plan: Plan, model: Model) -> tuple[tuple[Layer, ...], str]:
+def load(service: KernelService, plan: Plan, sizes: Sizes) -> tuple[tuple[Layer, ...], str]:
     """Load the kernels and prepare the weights on each GPU; return the layers, or none and the reason."""
     report = driver_report()
     if report.error is not None:
@@ -135,7 +160,7 @@ def load(service: KernelService, plan: Plan, model: Model) -> tuple[tuple[Layer,
             for spec in plan.kernels:
                 call.kernel(spec)
     try:
-        layers = tuple(Layer(model, f"cuda:{gpu.ordinal}") for gpu in report.gpus)
+        layers = tuple(Layer(sizes, f"cuda:{gpu.ordinal}") for gpu in report.gpus)
     except ImportError as error:
         return (), f"the kernels are loaded, but the layer needs torch: {error}"
     for layer in layers:

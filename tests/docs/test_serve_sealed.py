@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from docs.blocks import ROOT
 
-from deepgemm_jit.warmup import plan_for, read_model
+from deepgemm_jit.warmup import plan_for
 
 pytestmark = pytest.mark.nvrtc
 
@@ -167,15 +166,18 @@ def test_without_a_gpu_the_layer_comes_as_far_as_the_devices_of_its_tensors(monk
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     serve_sealed = importlib.import_module("serve_sealed")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    model = dataclasses.replace(read_model(MODEL), experts=12, hidden_size=256, intermediate_size=128)
-    layer = serve_sealed.Layer(model, "cpu")
+    layer = serve_sealed.Layer(serve_sealed.Sizes(hidden=256, width=128, experts=12, top_k=8), "cpu")
     with pytest.raises(OperandError) as refusal:
         layer.forward(5)
     assert [fault for fault in refusal.value.faults if not fault.endswith("must be on a CUDA device, not cpu")] == []
 
 
-def test_a_model_that_it_has_no_layer_for_is_refused() -> None:
-    command = [*_command()[:2], "--model", str(MODEL.with_name("deepseek-v4-flash"))]
+def test_a_model_that_it_has_no_layer_for_is_refused(tmp_path: Path) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [*_command()[:2], "--model", str(tmp_path)]
     ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "not started: not supported" in ended.stderr
+    assert "quantization_config" in ended.stderr

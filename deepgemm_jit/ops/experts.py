@@ -14,10 +14,9 @@ from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops import checks
 from deepgemm_jit.ops.forward import forward
 from deepgemm_jit.ops.halves import experts_down, experts_up
-from deepgemm_jit.ops.pipeline import Gating, Layer
+from deepgemm_jit.ops.pipeline import Layer
 from deepgemm_jit.ops.prepared import are_plain, is_watched
-from deepgemm_jit.ops.weights import Activation, Experts, activation_for
-from deepgemm_jit.runtime.steps import Gate
+from deepgemm_jit.ops.weights import Activation, Experts, activation_for, gating_for
 
 
 def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -46,13 +45,7 @@ def fp8_experts(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: to
     if not isinstance(given, Experts):
         fault = f"experts must be what prepare_experts returns, not {type(given).__name__}"
         raise OperandError(operation="fp8_experts", faults=[fault])
-    checks.require_tensors("fp8_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
-    up, down, activation = experts.gate_up, experts.down, experts.activation
-    layer = Layer(
-        up.weight, up.scale, up.activation_scale, down.weight, down.scale, down.activation_scale,
-        up.scale_kind == "row", down.scale_kind == "row", False, _gating(activation, experts.gated),
-    )  # fmt: skip
-    return _experts("fp8_experts", hidden, topk_index, topk_weights, layer, activation)
+    return _experts("fp8_experts", hidden, topk_index, topk_weights, experts.layer, experts.activation)
 
 
 def bf16_experts(
@@ -92,24 +85,8 @@ def bf16_experts(
         "bf16_experts", hidden=hidden, topk_index=topk_index, topk_weights=topk_weights, gate_up=gate_up, down=down
     )
     function = activation_for("bf16_experts", activation, gated, swiglu_limit, swiglu_alpha)
-    layer = Layer(gate_up, None, None, down, None, None, False, False, transposed, _gating(function, gated, interleaved))
+    layer = Layer(gate_up, None, None, down, None, None, False, False, transposed, gating_for(function, gated, interleaved))
     return _experts("bf16_experts", hidden, topk_index, topk_weights, layer, function)
-
-
-def _gating(activation: Activation, gated: bool, interleaved: bool = False) -> Gating:
-    limit = float("inf") if activation.limit is None else float(activation.limit)
-    alpha = 0.0 if activation.alpha is None else float(activation.alpha)
-    return Gating(_gate(activation, gated), interleaved, limit, alpha)
-
-
-def _gate(activation: Activation, gated: bool) -> Gate:
-    if activation.callback is not None:
-        return Gate.PASS
-    if not gated:
-        return Gate.SILU
-    if activation.alpha is not None:
-        return Gate.ALPHA_GATE
-    return Gate.SILU_GATE if activation.limit is None else Gate.CLAMPED_GATE
 
 
 def _experts(
@@ -120,9 +97,11 @@ def _experts(
     layer: Layer,
     activation: Activation,
 ) -> torch.Tensor:
-    operands = hidden, topk_index, topk_weights, layer.up, layer.down
-    if activation.callback is None and hidden.is_cuda and not is_watched() and are_plain(operands):
+    tokens = hidden, topk_index, topk_weights
+    plain = are_plain(tokens) and (layer.serial or are_plain(layer.tensors))
+    if activation.callback is None and plain and hidden.is_cuda and not is_watched():
         return forward(hidden, topk_index, topk_weights, layer)
+    checks.require_tensors(operation, hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
     projected, rows, ends = experts_up(hidden, topk_index, topk_weights, layer)
     if activation.callback is not None:
         intermediate = layer.down.shape[1 if layer.n_major else 2]

@@ -12,7 +12,6 @@ import torch
 
 from deepgemm_jit.errors import UnloadedKernelError
 from deepgemm_jit.ops import checks
-from deepgemm_jit.ops.gemm import ALIGNMENT
 from deepgemm_jit.ops.launching import call_on
 from deepgemm_jit.ops.pipeline import (
     Buffers,
@@ -54,6 +53,9 @@ def forward(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.
     Raises:
         OperandError, ContextMismatchError, UnsupportedError, KernelNotBuiltError: as ``fp8_experts``.
     """
+    if not hidden.numel():
+        _check(hidden, topk_index, topk_weights, layer)
+        return torch.empty_like(hidden)  # no tokens: no launch, no compile
     with call_on(hidden) as call:
         key = _key_of(hidden, topk_index, topk_weights, layer)
         known: _Prepared | None = call.prepared.get(key)
@@ -63,8 +65,6 @@ def forward(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.
             keep_in(call.prepared, key, known)
         sizes = known.sizes
         out = torch.empty((sizes.tokens, sizes.hidden), dtype=torch.bfloat16, device=hidden.device)
-        if sizes.tokens == 0:
-            return out
         workspace = torch.empty(known.workspace_bytes, dtype=torch.uint8, device=hidden.device)
         index, weights = topk_index.contiguous(), weights_as_read(topk_weights)
         at = call.stream, hidden.data_ptr(), index.data_ptr(), weights.data_ptr(), workspace.data_ptr(), out.data_ptr()
@@ -91,23 +91,28 @@ def _check(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.T
 
 def _key_of(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.Tensor, layer: Layer) -> Key:
     """Return all that the checks and the launches depend on, beside the context, the stream and the addresses of the tokens."""
-    tokens = hidden, topk_index, topk_weights
-    weights = layer.tensors
-    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tokens, *weights))
+    h, i, w = hidden, topk_index, topk_weights
+    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, i, w, *layer.tensors))
+    return (
+        layer.serial or _form_of(layer), differentiates, *[tensor.data_ptr() for tensor in layer.tensors],
+        h.shape, h.is_contiguous() or h.stride(), h.dtype, h.get_device(),
+        i.shape, i.is_contiguous() or i.stride(), i.dtype, i.get_device(),
+        w.shape, w.is_contiguous() or w.stride(), w.dtype, w.get_device(),
+    )  # fmt: skip
+
+
+def _form_of(layer: Layer) -> Key:
     gating = layer.gating
     return (
-        "experts", differentiates, layer.up_static is None, layer.down_static is None,
-        layer.up_scales_rows, layer.down_scales_rows, layer.n_major,
-        gating.gate.value, gating.interleaved, gating.limit, gating.alpha,
-        *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in tokens],
-        *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in weights],
+        layer.n_major, gating.gate.value, gating.interleaved, gating.limit, gating.alpha,
+        *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in layer.tensors],
     )  # fmt: skip
 
 
 def _prepare(hidden: torch.Tensor, topk_index: torch.Tensor, layer: Layer) -> _Prepared:
     (tokens, hidden_size), top_k, experts = hidden.shape, topk_index.shape[1], layer.up.shape[0]
     pairs, quantized = tokens * top_k, layer.up_scale is not None
-    alignment = alignment_for(pairs, experts, layer.narrow)[0] if pairs else ALIGNMENT
+    alignment, _ = alignment_for(pairs, experts, layer.narrow)
     sizes = Sizes(
         tokens=tokens,
         top_k=top_k,

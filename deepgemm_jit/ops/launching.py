@@ -11,7 +11,7 @@ import torch
 from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
-from deepgemm_jit.spec import GemmProblem, KernelSpec, selected
+from deepgemm_jit.spec import GemmProblem, KernelSpec, Layout, selected
 from deepgemm_jit.spec.kernel_set import blocks_per_sm
 
 _SCALE_ALIGNMENT = 4
@@ -40,13 +40,18 @@ def get_num_sms() -> int:
         return call.limits.sms
 
 
-def set_pdl(enabled: bool) -> None:
+def set_pdl(enabled: bool, *, constant_weights: bool = False) -> None:
     """Let GEMMs start while the kernels before them in the stream end (programmatic dependent launch), from the next call on.
 
     A GEMM waits for the kernels before it before it reads or writes anything, so results do not change. Off by default; a kernel
     of someone else's that asks for it itself may start while our GEMMs end in either case.
+
+    Args:
+        enabled: whether they may.
+        constant_weights: B of dense GEMMs is never written by work that is still in the stream, as is so for the weights of a
+            model that serves: FP8 GEMMs then read it before they wait. Wrong results where that does not hold.
     """
-    default_service().overlap_launches(enabled)
+    default_service().overlap_launches(enabled, constant_weights)
 
 
 def get_pdl() -> bool:
@@ -109,9 +114,11 @@ def run_gemm(
     )
     service = default_service()
     spec = chosen.kernel.spec
+    early = service.constant_weights and problem.layout is Layout.DENSE
     prepare = partial(
-        prepare_gemm, spec, blocks_for(call, spec), service.maps, split_k=chosen.split_k, dependent=service.overlaps
-    )
+        prepare_gemm, spec, blocks_for(call, spec), service.maps,
+        split_k=chosen.split_k, dependent=service.overlaps, waits_for_tokens=early,
+    )  # fmt: skip
     call.launch(spec, prepare(gemm))
     return gemm, prepare
 

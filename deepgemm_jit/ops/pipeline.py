@@ -7,6 +7,7 @@ waits for the one before it before it lets the next one start, so that what was 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -104,8 +105,14 @@ class Gating(NamedTuple):
         return {Gate.PASS: None, Gate.SILU: 1}.get(self.gate, 2)
 
 
-class Layer(NamedTuple):
-    """Weights of a layer's experts and what happens between the GEMMs; scales and static scales where they are FP8."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """Weights of a layer's experts and what happens between the GEMMs; scales and static scales where they are FP8.
+
+    Attributes:
+        serial: tells a layer that is prepared once, so that only its addresses can change, from all others; 0 for any other.
+        tensors: all there are.
+    """
 
     up: torch.Tensor
     up_scale: torch.Tensor | None
@@ -117,12 +124,12 @@ class Layer(NamedTuple):
     down_scales_rows: bool
     n_major: bool
     gating: Gating
+    serial: int = 0
+    tensors: tuple[torch.Tensor, ...] = field(init=False)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All there are."""
+    def __post_init__(self) -> None:
         given = self.up, self.up_scale, self.up_static, self.down, self.down_scale, self.down_static
-        return [tensor for tensor in given if tensor is not None]
+        object.__setattr__(self, "tensors", tuple([tensor for tensor in given if tensor is not None]))
 
     @property
     def narrow(self) -> bool:

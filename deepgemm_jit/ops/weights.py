@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.ops import fp4
+from deepgemm_jit.ops.pipeline import Gating, Layer
 from deepgemm_jit.ops.scales import FP4_BLOCK, ScaleKind, scale_for_gemm
 from deepgemm_jit.ops.stacks import OPERATION, Stack, check_stacks, stack_for, take_tensors
+from deepgemm_jit.runtime.steps import Gate
 from deepgemm_jit.spec import arch_of
 
+_SERIALS = itertools.count(1)
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
 
@@ -30,6 +34,21 @@ class Activation(NamedTuple):
     """(up + 1) * gate * sigmoid(alpha * gate) instead of silu(gate) * up."""
     callback: Callable[[torch.Tensor], torch.Tensor] | None = None
     """(R, N1) bfloat16 to (R, I) bfloat16."""
+
+
+def gating_for(activation: Activation, gated: bool, interleaved: bool = False) -> Gating:
+    """Return what the kernel between the GEMMs does for an activation."""
+    if activation.callback is not None:
+        gate = Gate.PASS
+    elif not gated:
+        gate = Gate.SILU
+    elif activation.alpha is not None:
+        gate = Gate.ALPHA_GATE
+    else:
+        gate = Gate.SILU_GATE if activation.limit is None else Gate.CLAMPED_GATE
+    limit = float("inf") if activation.limit is None else float(activation.limit)
+    alpha = 0.0 if activation.alpha is None else float(activation.alpha)
+    return Gating(gate, interleaved, limit, alpha)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +74,16 @@ class Experts:
     down: Projection
     gated: bool
     activation: Activation
+    layer: Layer = field(init=False, repr=False)
+    """The same as a forward takes it."""
+
+    def __post_init__(self) -> None:
+        up, down = self.gate_up, self.down
+        layer = Layer(
+            up.weight, up.scale, up.activation_scale, down.weight, down.scale, down.activation_scale,
+            up.scale_kind == "row", down.scale_kind == "row", False, gating_for(self.activation, self.gated), next(_SERIALS),
+        )  # fmt: skip
+        object.__setattr__(self, "layer", layer)
 
     @property
     def count(self) -> int:

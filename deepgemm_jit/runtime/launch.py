@@ -13,9 +13,11 @@ from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
 from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
 
-_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xII")
+_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xIII4x")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
 _SCALE_BYTES = 4
+_CLOSE_ROW_BLOCKS = 2
+"""Row blocks of a group that read the same columns of B at about the same time."""
 _N_MAJOR_BOX = 64
 """Columns of one box of an N-major B: 128 bytes of bf16."""
 
@@ -88,7 +90,8 @@ def prepare_gemm(
         boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
-        layout, head, tail = _FP8_GEMM, b_scales, (waits_for_tokens,)
+        row_blocks = -(-call.m * a_groups // (call.groups * block_m))  # of a group, about
+        layout, head, tail = _FP8_GEMM, b_scales, (row_blocks <= _CLOSE_ROW_BLOCKS, waits_for_tokens)
     values = (*head, *call.d, *shape, k_blocks, *tail)
     params = lay_out(layout, values, [maps.map_for(box) for box in boxes])
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)

@@ -163,7 +163,7 @@ def prepare_gather(spec: KernelSpec, call: RowsCall, dependent: bool = True) -> 
 
 
 def prepare_activate(spec: KernelSpec, call: RowsCall, dependent: bool = True) -> Launch:
-    """Prepare an ``activate`` launch: a warp per pair and 256 columns of the result."""
+    """Prepare an ``activate`` launch: a warp per pair and 512 columns of the result."""
     values = (call.input, call.output, call.scales, call.static_scales, *call.pairs, call.input_stride, call.scales_stride)
     gate = (call.gate.value, call.interleaved, call.limit, call.alpha)
     params = lay_out(_ACTIVATE, (*values, call.columns, *gate))

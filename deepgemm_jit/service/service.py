@@ -57,7 +57,7 @@ class KernelService:
         self._audits: dict[str, Audit] = {}
         self._homes: dict[Context, _Home] = {}
         self._sms_limit: int | None = None
-        self._overlaps = False
+        self._overlaps = self._constant_weights = False
         self._monitor = Monitor()
         self._built: dict[KernelSpec, Built] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
@@ -186,9 +186,20 @@ class KernelService:
         """Whether launches may start while the kernels before them in the stream end, see :meth:`overlap_launches`."""
         return self._overlaps
 
-    def overlap_launches(self, overlap: bool) -> None:
-        """Let kernels that wait for those before them by themselves start while those end (programmatic dependent launch)."""
+    @property
+    def constant_weights(self) -> bool:
+        """Whether such launches may read B before they wait, see :meth:`overlap_launches`."""
+        return self._constant_weights
+
+    def overlap_launches(self, overlap: bool, constant_weights: bool = False) -> None:
+        """Let kernels that wait for those before them by themselves start while those end (programmatic dependent launch).
+
+        Args:
+            overlap: whether they may.
+            constant_weights: no kernel of a stream writes B of a GEMM launched behind it: dense GEMMs may read it at once.
+        """
         self._overlaps = bool(overlap)
+        self._constant_weights = bool(constant_weights)
         self.forget_calls()
 
     def forget_calls(self) -> None:

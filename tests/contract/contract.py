@@ -129,12 +129,14 @@ def _gather(spec: KernelSpec) -> dict[str, int]:
 
 
 def _activate(spec: KernelSpec) -> dict[str, int]:
-    # Ungated columns, or gate and up.
-    return {"LDG.E.128": 3, **_rows_out(spec)}
+    # Gate and up, twice.
+    return {"LDG.E.128": 4, **_rows_out(spec, parts=2)}
 
 
-def _rows_out(spec: KernelSpec) -> dict[str, int]:
-    return {"STG.E.64": 1, "STG": 2} if spec.dtypes[1] == "e4m3" else {"STG.E.128": 1, "STG": 1}
+def _rows_out(spec: KernelSpec, parts: int = 1) -> dict[str, int]:
+    if spec.dtypes[1] == "e4m3":
+        return {"STG.E.64": parts, "STG": 2 * parts}
+    return {"STG.E.128": parts, "STG": parts}
 
 
 def _combine(spec: KernelSpec) -> dict[str, int]:

@@ -289,7 +289,7 @@ def test_no_tokens_launch_and_compile_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     for scheme in KINDS:
         forward, _ = layer(scheme, SMALL)
-        monkeypatch.setattr("deepgemm_jit.ops.experts.call_on", refuse_to_launch)
+        monkeypatch.setattr("deepgemm_jit.ops.forward.call_on", refuse_to_launch)
         out = forward(*drawn(0, SMALL))
         assert (out.shape, out.dtype, out.device.type) == ((0, SMALL[2]), torch.bfloat16, "cuda")
         monkeypatch.undo()

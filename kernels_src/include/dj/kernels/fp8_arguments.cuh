@@ -12,6 +12,7 @@ struct Fp8GemmArguments {
     Output d;
     Shape shape;
     uint32_t k_blocks;
+    uint32_t reads_b_once;      // or so close together that it need not stay in L2
     uint32_t waits_for_tokens;  // only A is still being written: B, scales and groups were there before the kernel in front began
 };
 

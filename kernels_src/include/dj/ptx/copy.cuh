@@ -24,6 +24,24 @@ __device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t
         : "memory");
 }
 
+// createpolicy: what is read once leaves L2 first, so that it does not drive out what will be read again.
+__device__ inline uint64_t cache_policy(bool read_once) {
+    uint64_t first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return read_once ? first : normal;
+}
+
+// The same under a cache policy.
+__device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t destination, uint32_t x, uint32_t y, uint32_t z,
+                                uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], "
+        "[%2], %6;" ::"r"(destination),
+        "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+        : "memory");
+}
+
 // cp.async of one float.
 __device__ inline void load_float(uint32_t destination, const float* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");

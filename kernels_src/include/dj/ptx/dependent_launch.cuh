@@ -10,4 +10,7 @@ __device__ inline void wait_for_kernels_before() {
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The two apart, where what comes next may start at once: it may rely on no more than what was complete when this one started.
+__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 }  // namespace dj

@@ -35,49 +35,86 @@ __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf
 __device__ inline float clamp_high(float x, float high) { return x > high ? high : x; }
 __device__ inline float clamp_low(float x, float low) { return x < low ? low : x; }
 
-__device__ inline float gated(const ActivateArguments& arguments, float gate, float up) {
-    if (arguments.gate == kSiluGate) return gate * sigmoid(gate) * up;
-    gate = clamp_high(gate, arguments.limit);
-    up = clamp_low(clamp_high(up, arguments.limit), -arguments.limit);
-    if (arguments.gate == kClampedGate) return gate * sigmoid(gate) * up;
-    return (up + 1.0f) * (gate * sigmoid(gate * arguments.alpha));
-}
+constexpr uint32_t kActivatedParts = 2;  // of 256 columns each, whose loads are under way together
 
-__device__ inline void activated(const ActivateArguments& arguments, const uint16_t* row, uint32_t column, float (&values)[8]) {
+// What makes 8 columns of a row: themselves, or those of gate and up.
+struct Sources {
+    uint4 first;
+    uint4 second;
+};
+
+__device__ inline Sources load_sources(const ActivateArguments& arguments, const uint16_t* row, uint32_t column) {
+    const bool one = arguments.gate <= kSilu;
+    const uint32_t first = !one && arguments.interleaved ? 2 * column : column;
+    const uint32_t second = arguments.interleaved ? first + 8 : arguments.columns + column;
     // Not as memory that never changes: the kernel that writes it may have run when this one started.
-    const auto load = [&](uint32_t at, float (&into)[8]) { unpack_bf16(*reinterpret_cast<const uint4*>(row + at), into); };
-    if (arguments.gate <= kSilu) {
-        load(column, values);
-        if (arguments.gate == kSilu)
+    return {*reinterpret_cast<const uint4*>(row + first), one ? uint4{} : *reinterpret_cast<const uint4*>(row + second)};
+}
+
+template <class Gated>
+__device__ inline void apply(const float (&gate)[8], const float (&up)[8], float (&values)[8], Gated gated) {
 #pragma unroll
-            for (uint32_t i = 0; i < 8; ++i) values[i] = values[i] * sigmoid(values[i]);
-        return;
+    for (uint32_t i = 0; i < 8; ++i) values[i] = gated(gate[i], up[i]);
+}
+
+__device__ inline void activated(const ActivateArguments& arguments, const Sources& sources, float (&values)[8]) {
+    float gate[8], up[8];
+    unpack_bf16(sources.first, gate);
+    unpack_bf16(sources.second, up);
+    if (arguments.interleaved && arguments.gate > kSilu) {
+        float pairs[16];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            pairs[i] = gate[i];
+            pairs[i + 8] = up[i];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            gate[i] = pairs[2 * i];
+            up[i] = pairs[2 * i + 1];
+        }
     }
-    float first[8], second[8];
-    load(arguments.interleaved ? 2 * column : column, first);
-    load(arguments.interleaved ? 2 * column + 8 : arguments.columns + column, second);
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-        const float pair_gate = i < 4 ? first[2 * i] : second[2 * i - 8];
-        const float pair_up = i < 4 ? first[2 * i + 1] : second[2 * i - 7];
-        values[i] = arguments.interleaved ? gated(arguments, pair_gate, pair_up) : gated(arguments, first[i], second[i]);
+    const float limit = arguments.limit, alpha = arguments.alpha;
+    const auto silu_gate = [](float g, float u) { return g * sigmoid(g) * u; };
+    const auto clamped = [=](float u) { return clamp_low(clamp_high(u, limit), -limit); };
+    switch (arguments.gate) {
+        case kPass: return apply(gate, up, values, [](float g, float) { return g; });
+        case kSilu: return apply(gate, up, values, [](float g, float) { return g * sigmoid(g); });
+        case kSiluGate: return apply(gate, up, values, silu_gate);
+        case kClampedGate:
+            return apply(gate, up, values, [=](float g, float u) { return silu_gate(clamp_high(g, limit), clamped(u)); });
+        default:
+            return apply(gate, up, values, [=](float g, float u) {
+                g = clamp_high(g, limit);
+                return (clamped(u) + 1.0f) * (g * sigmoid(g * alpha));
+            });
     }
 }
 
-// Each warp takes 256 columns of one pair.
+// Each warp takes 512 columns of one pair.
 template <bool kQuantize>
 __device__ inline void activate(const ActivateArguments& arguments) {
     const uint32_t pair = blockIdx.x * blockDim.y + threadIdx.y;
-    const uint32_t column = blockIdx.y * 256 + threadIdx.x * 8;
-    // The routing was complete before the GEMM began, which this kernel waits for.
+    // The second GEMM may start with its weights: the routing was complete before the first one let this kernel start.
+    let_next_kernel_start();
     const int32_t row = pair < arguments.pairs.count ? arguments.pairs.rows[pair] : -1;
     wait_for_kernels_before();
     if (row < 0) return;  // the whole warp
-    const bool inside = column < arguments.columns;
-    float values[8] = {};
-    if (inside) activated(arguments, arguments.input + row * arguments.input_stride, column, values);
-    RowPart<kQuantize> part(arguments, values);
-    if (inside) part.store(arguments, pair, row, column);
+    const uint16_t* input = arguments.input + row * arguments.input_stride;
+    uint32_t columns[kActivatedParts];
+    Sources sources[kActivatedParts] = {};
+#pragma unroll
+    for (uint32_t part = 0; part < kActivatedParts; ++part) {
+        columns[part] = (blockIdx.y * kActivatedParts + part) * 256 + threadIdx.x * 8;
+        if (columns[part] < arguments.columns) sources[part] = load_sources(arguments, input, columns[part]);
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < kActivatedParts; ++part) {
+        float values[8];
+        activated(arguments, sources[part], values);
+        RowPart<kQuantize> stored(arguments, values);
+        if (columns[part] < arguments.columns) stored.store(arguments, pair, row, columns[part]);
+    }
 }
 
 }  // namespace dj

@@ -13,7 +13,7 @@ import click
 
 from deepgemm_jit.cli.output import Reply, Session, Table, command, count
 from deepgemm_jit.cli.terminal import say
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named, kernel_set
 from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, Model, Plan, PlannedProblem, plan_for, prove, read_model
 
@@ -26,12 +26,12 @@ class PlanOptions:
     """The options that name a plan; None where one was not given."""
 
     arch: str
-    model: str | None
-    reader: str | None
-    tp: int | None
-    ep: int | None
-    max_tokens: int | None
-    sms: int | None
+    model: str | None = None
+    reader: str | None = None
+    tp: int | None = None
+    ep: int | None = None
+    max_tokens: int | None = None
+    sms: int | None = None
 
     def plan(self) -> Plan:
         """Make the plan.
@@ -61,10 +61,17 @@ class PlanOptions:
 
 
 def read_with(reader: str, path: str) -> Model:
-    """Read a model: by itself, through transformers, or ("auto") through transformers where it is installed and knows the model."""
-    installed = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
-    if reader == "builtin" or (reader == "auto" and not installed):
+    """Read a model: by itself, through transformers, or ("auto") through transformers where it is installed and knows the model.
+
+    Raises:
+        ToolchainError: there is no transformers, or no torch, and no other reader may be taken.
+    """
+    missing = [name for name in ("transformers", "torch") if importlib.util.find_spec(name) is None]
+    if reader == "builtin" or (reader == "auto" and missing):
         return read_model(path)
+    if missing:
+        fix = "Install it with: pip install 'deepgemm-jit[transformers]'; --reader builtin does without"
+        raise ToolchainError(missing=" and ".join(missing), looked_for="the architecture of a config", fix=fix)
     from deepgemm_jit.integrations.architectures import read_model as read_architecture
 
     try:

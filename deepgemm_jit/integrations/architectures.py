@@ -28,9 +28,10 @@ _SCHEMES = {(128, 128): Scheme.BLOCKS, (1, 128): Scheme.ROWS, None: Scheme.TENSO
 
 
 def read_model(path: str | os.PathLike[str]) -> Model:
-    """Build the architecture that a config names on the meta device, where tensors have shapes and no memory, and judge its modules.
+    """Build the architecture that a config names and judge its modules.
 
-    No checkpoint is read, no code of a checkpoint runs, and CUDA is not started.
+    It is built on the meta device, where tensors have shapes and no memory: no checkpoint is read, no code of a checkpoint runs,
+    and CUDA is not started.
 
     Args:
         path: a config.json or the folder that holds one.
@@ -82,7 +83,7 @@ def _transformers() -> Any:
         raise ToolchainError(
             missing="transformers",
             looked_for="the architecture of a config",
-            fix="Install it with: pip install transformers accelerate; --reader builtin does without",
+            fix="Install it with: pip install 'deepgemm-jit[transformers]'; --reader builtin does without",
         ) from error
 
 
@@ -101,7 +102,7 @@ def _built(transformers: Any, config: Mapping[str, Any], quantization: Mapping[s
 def _quantize(model: nn.Module, quantization: Mapping[str, Any]) -> None:
     """Replace modules by quantized ones, as transformers does before it loads weights."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     scales = "ue8m0" if quantization.get("scale_fmt") == "ue8m0" else "float"
     quantizer = AutoHfQuantizer.from_config({**quantization, "scale_fmt": scales}, pre_quantized=True)
@@ -190,7 +191,7 @@ def _experts(name: str, module: Any, model: Any) -> ExpertsLayer | _Unserved:
 
 
 def _per_token(module: Any, model: Any, count: int) -> int:
-    """Return the experts that a token visits; where no config says so, as many as the forward takes, which plans no kernel less."""
+    """Return how many experts a token visits; where no config says so, what the forward takes, which leaves no kernel out."""
     configurations = (getattr(module, "config", None), model.config.get_text_config())
     named = (getattr(configuration, key, None) for configuration in configurations for key in _PER_TOKEN)
     return next((number for number in named if type(number) is int and 1 <= number <= count), min(count, MAX_TOP_K))

@@ -40,9 +40,7 @@ def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[in
     return _reached(weighed(problem, arch), max_m, tuple(sorted(set(arch_sms))))
 
 
-def try_gap(
-    problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, arch: str, arch_sms: Iterable[int]
-) -> Gap | None:
+def try_gap(problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, arch: str, arch_sms: Iterable[int]) -> Gap | None:
     """Return a case in which selection gives a kernel that is not planned; None proves that there is none.
 
     The cases are every m in 1..max_m on every SM count, as in :func:`reachable`. Selection sees M in the loads of its options and

@@ -19,7 +19,7 @@ from deepgemm_jit.spec.kernel_set import (
     dynamic_shared_memory_bytes,
     kernel_set,
 )
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
 from deepgemm_jit.spec.shown import shown
 
 _SIZE_LIMIT = 2**31

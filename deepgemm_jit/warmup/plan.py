@@ -38,8 +38,8 @@ from deepgemm_jit.spec import (
 from deepgemm_jit.spec.kernel_set import STEP_KERNELS
 from deepgemm_jit.spec.shown import shown
 from deepgemm_jit.warmup.config import COUNT_NEEDED, SIZE_LIMIT
-from deepgemm_jit.warmup.moe_config import read_model
 from deepgemm_jit.warmup.models import SCALE_BLOCK, ExpertsLayer, Linear, Model, Scheme, Uncovered
+from deepgemm_jit.warmup.moe_config import read_model
 
 DEFAULT_MAX_TOKENS = 16384
 # Callers may align groups as they like: what matters is which tiles divide the alignment, and these tell all apart. The first two
@@ -118,7 +118,7 @@ def plan_for(
 
     Raises:
         OperandError: the config or an argument is wrong, or the sizes do not split that way.
-        UnsupportedError: there are no kernels for the arch, the quantization or the sizes, or for no part of the model.
+        UnsupportedError: there are no kernels for the arch, the quantization or the sizes.
     """
     known = arch_named(arch)
     faults = [
@@ -141,22 +141,16 @@ def plan_for(
         PlannedProblem(what, largest, reachable(largest, largest.m, arch, sm_counts), modules)
         for what, largest, modules in wanted
     )
-    uncovered = (*read.uncovered, *unsplit)
-    if not problems:
-        raise UnsupportedError(
-            given=f"{read.path}, of which no part has a kernel: " + "; ".join(f"{part.what}: {part.reason}" for part in uncovered),
-            supported="FP8 linears, and experts in FP8, FP4 or bfloat16",
-        )
     needed = {spec for problem in problems for spec in problem.kernels} | _step_kernels(arch, read.experts, linears)
     kernels = tuple(spec for spec in kernel_set(arch) if spec in needed)
-    return Plan(arch, str(read.path), read.reader, sm_counts, problems, kernels, uncovered)
+    return Plan(arch, str(read.path), read.reader, sm_counts, problems, kernels, (*read.uncovered, *unsplit))
 
 
 def prove(plan: Plan) -> tuple[tuple[PlannedProblem, Gap], ...]:
     """Return the problems of a plan for which selection can give a kernel that the plan lacks, with a case of each.
 
-    An empty answer proves the plan complete: for every problem, every M from 1 to its largest and every SM count of the plan, what
-    run time selects is planned.
+    An empty answer proves the plan complete: what run time selects for any of its problems, with any M from 1 to the largest and
+    on any of its SM counts, is planned.
     """
     planned = frozenset(plan.kernels)
     gaps = ((each, try_gap(each.largest, planned, each.largest.m, plan.arch, plan.sm_counts)) for each in plan.problems)

@@ -137,7 +137,8 @@ def build_plan(
     if not plan.kernels:
         reasons = "; ".join(f"{part.what}: {part.reason}" for part in plan.uncovered)
         raise UnsupportedError(
-            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})", supported="FP8 experts with 128x128 scale blocks"
+            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})",
+            supported="FP8 linears, and experts in FP8, FP4 or bfloat16",
         )
     outcomes: list[KernelOutcome] = []
 

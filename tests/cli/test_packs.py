@@ -69,7 +69,9 @@ def test_create_packs_the_whole_store_and_the_same_again(answer: Answer, store: 
 
 
 def test_create_packs_what_a_model_needs(answer: Answer, store: Path, tmp_path: Path) -> None:
-    planned = {kernel["name"] for kernel in answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")["kernels"]}
+    planned = {
+        kernel["name"] for kernel in answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")["kernels"]
+    }
     answer("pack", "create", tmp_path / "model.pack", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")
     assert {kernel["name"] for kernel in answer("pack", "inspect", tmp_path / "model.pack")["kernels"]} == planned
     assert 0 < len(planned) < len(WHOLE_SET)

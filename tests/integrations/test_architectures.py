@@ -223,7 +223,11 @@ def test_experts_of_one_layer_that_is_not_converted_are_planned_beside_the_other
 @pytest.mark.parametrize(
     ("changes", "reason", "instead"),
     [
-        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8}, "with biases", '"grouped_mm"'),
+        (
+            {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8},
+            "with biases",
+            '"grouped_mm"',
+        ),
         ({"dtype": "float16"}, "torch.float16 weights", '"grouped_mm"'),
     ],
     ids=["biases", "float16"],

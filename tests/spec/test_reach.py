@@ -1,4 +1,4 @@
-"""The proof that a set of kernels holds all that selection can give: it finds each kernel that is taken out, and what M it is for."""
+"""The proof that kernels are all that selection can give: it finds each one that is taken out, and an M that asks for it."""
 
 from __future__ import annotations
 

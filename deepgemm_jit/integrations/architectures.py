@@ -16,7 +16,7 @@ from torch import nn
 
 from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.integrations import experts, linears
-from deepgemm_jit.ops.experts import MAX_TOP_K
+from deepgemm_jit.ops.checks import MAX_TOP_K
 from deepgemm_jit.spec.shown import shown
 from deepgemm_jit.warmup import ExpertsLayer, Linear, Model, Scheme, Uncovered
 from deepgemm_jit.warmup.config import ConfigKeys, config_file, read_config

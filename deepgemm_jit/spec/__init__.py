@@ -20,7 +20,6 @@ from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kerne
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.reach import Gap, reachable, try_gap
 from deepgemm_jit.spec.selection import Selected, select, selected
-from deepgemm_jit.spec.support import Support, is_supported
 
 __all__ = [
     "ACTIVATE",

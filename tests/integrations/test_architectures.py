@@ -19,11 +19,11 @@ if find_spec("torch") is None or find_spec("transformers") is None:
 import torch
 import transformers
 from click.testing import CliRunner
-from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from deepgemm_jit.cli import main
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.integrations import architectures
+from deepgemm_jit.integrations import architectures, linears, problems
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.architectures import read_model
 from deepgemm_jit.ops import experts as forward
@@ -258,6 +258,20 @@ def test_what_the_experts_forward_asks_for_is_planned_for_any_number_of_tokens(n
     for count, weight, narrow in itertools.product(tokens, weights, (True, False)):
         problem = forward._problem(count * layer.per_token, weight, True, False, False, narrow)
         assert select(problem, limits_of("sm_90a")) in plan.kernels, (count, problem)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "qwen3-30b-a3b-fp8"])
+def test_what_is_prepared_of_a_model_is_in_its_plan(name: str) -> None:
+    config = json.loads((MODELS / name / "config.json").read_text())
+    needs = set()
+    for module in architectures._built(transformers, config, config["quantization_config"]).modules():
+        if isinstance(module, FP8Experts):
+            needs.add(problems.experts_needs(module, 16384))
+        elif isinstance(module, FP8Linear) and linears.reason_against(module) is None:
+            needs.add(problems.linear_needs(module, 16384))
+    prepared = problems.kernels_for(needs, "sm_90a", (78, 132))
+    assert set(prepared) <= set(plan_for("sm_90a", published(name)).kernels)
+    assert len(prepared) > 10
 
 
 # --- safety

@@ -10,8 +10,7 @@ import torch
 
 from deepgemm_jit.integrations import experts
 from deepgemm_jit.integrations.prepared import local
-from deepgemm_jit.ops.checks import SCALE_BLOCK, ceil_div
-from deepgemm_jit.ops.checks import MAX_TOP_K
+from deepgemm_jit.ops.checks import MAX_TOP_K, SCALE_BLOCK, ceil_div
 from deepgemm_jit.ops.gemm import ALIGNMENT, NARROW_ALIGNMENTS
 from deepgemm_jit.spec import (
     ACTIVATE,

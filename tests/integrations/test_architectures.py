@@ -26,7 +26,7 @@ from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.integrations import architectures, linears, problems
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.architectures import read_model
-from deepgemm_jit.ops import experts as forward
+from deepgemm_jit.ops import pipeline
 from deepgemm_jit.spec import (
     ACTIVATE,
     BF16_GEMM,
@@ -250,14 +250,14 @@ def test_experts_without_a_kernel_are_named_and_a_warm_up_of_nothing_else_is_ref
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b-fp8"])
 def test_what_the_experts_forward_asks_for_is_planned_for_any_number_of_tokens(name: str) -> None:
     plan, (layer,) = plan_for("sm_90a", published(name)), published(name).experts
+    byte, scale = torch.zeros(1, dtype=torch.uint8), torch.ones(1, 1, 1)  # neither is read
     weights = [
-        torch.empty((layer.experts, n, k), device="meta")
-        for n, k in ((2 * layer.width, layer.hidden_size), (layer.hidden_size, layer.width))
+        byte.expand(layer.experts, n, k) for n, k in ((2 * layer.width, layer.hidden_size), (layer.hidden_size, layer.width))
     ]
     tokens = (*range(1, 300), *range(300, 16384, 97), 16384)
     for count, weight, narrow in itertools.product(tokens, weights, (True, False)):
-        problem = forward._problem(count * layer.per_token, weight, True, False, False, narrow)
-        assert select(problem, limits_of("sm_90a")) in plan.kernels, (count, problem)
+        half = pipeline.half_for(weight, scale, None, count * layer.per_token, False, False, narrow)
+        assert select(half.problem, limits_of("sm_90a")) in plan.kernels, (count, half.problem)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "qwen3-30b-a3b-fp8"])

@@ -69,7 +69,7 @@ def compare_audit(
         if not outside and is_built(spec):
             continue
         # The plan that was named does not build what it does not name: the whole set does.
-        fix = PlanOptions(spec.arch, None, None, None, None, None).warmup_command(session)
+        fix = PlanOptions(spec.arch).warmup_command(session)
         missing.append({"name": name, "command": fix, "caller": first.caller})
         rows.append((name, "not in the plan" if outside else "not built", times[name], first.caller))
     parts: list[str | Table] = [f"audit: {count(len(asked), 'kernel')} asked for by run time, {len(missing)} still missing"]

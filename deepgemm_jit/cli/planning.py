@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import click
 
 from deepgemm_jit.cli.output import Reply, Session, Table, command, count
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.cli.terminal import say
+from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named, kernel_set
-from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, PlannedProblem, plan_for
+from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, Model, Plan, PlannedProblem, plan_for, prove, read_model
 
 _SIZE = click.IntRange(min=1)
+_READERS = ("auto", "builtin", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,12 @@ class PlanOptions:
     """The options that name a plan; None where one was not given."""
 
     arch: str
-    model: str | None
-    tp: int | None
-    ep: int | None
-    max_tokens: int | None
-    sms: int | None
+    model: str | None = None
+    reader: str | None = None
+    tp: int | None = None
+    ep: int | None = None
+    max_tokens: int | None = None
+    sms: int | None = None
 
     def plan(self) -> Plan:
         """Make the plan.
@@ -35,21 +40,48 @@ class PlanOptions:
             click.UsageError: sizes of a model without a model.
         """
         sizes = {name: value for name, value in self._sizes().items() if value is not None}
-        if self.model is None and sizes:
-            given = ", ".join("--" + name.replace("_", "-") for name in sizes)
-            raise click.UsageError(f"{given}: needs --model, as the whole kernel set is the same for all sizes.")
-        return plan_for(self.arch, self.model, **sizes)
+        if self.model is None:
+            given = ["--" + name.replace("_", "-") for name in (*(("reader",) if self.reader else ()), *sizes)]
+            if given:
+                raise click.UsageError(f"{', '.join(given)}: needs --model, as the whole kernel set is the same for all sizes.")
+            return plan_for(self.arch)
+        return plan_for(self.arch, read_with(self.reader or "auto", self.model), **sizes)
 
     def warmup_command(self, session: Session) -> str:
         """Return the command that builds this plan."""
         words = ["deepgemm-jit", "warmup", "--arch", self.arch]
-        for name, value in {"model": self.model, **self._sizes(), "cache_dir": session.cache_dir}.items():
+        given = {"model": self.model, "reader": self.reader, **self._sizes(), "cache_dir": session.cache_dir}
+        for name, value in given.items():
             if value is not None:
                 words += ["--" + name.replace("_", "-"), str(value)]
         return shlex.join(words)
 
     def _sizes(self) -> dict[str, int | None]:
         return {"tp": self.tp, "ep": self.ep, "max_tokens": self.max_tokens, "sms": self.sms}
+
+
+def read_with(reader: str, path: str) -> Model:
+    """Read a model: by itself, through transformers, or ("auto") through transformers where it is installed and knows the model.
+
+    Raises:
+        ToolchainError: there is no transformers, or no torch, and no other reader may be taken.
+    """
+    missing = [name for name in ("transformers", "torch") if importlib.util.find_spec(name) is None]
+    if reader == "builtin" or (reader == "auto" and missing):
+        return read_model(path)
+    if missing:
+        fix = "Install it with: pip install 'deepgemm-jit[transformers]'; --reader builtin does without"
+        raise ToolchainError(missing=" and ".join(missing), looked_for="the architecture of a config", fix=fix)
+    from deepgemm_jit.integrations.architectures import read_model as read_architecture
+
+    try:
+        return read_architecture(path)
+    except UnsupportedError as refusal:
+        if reader != "auto":
+            raise
+        model = read_model(path)
+        say(f"Only the experts are planned: {refusal.given}", err=True)
+        return model
 
 
 def _known_arch(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -76,6 +108,12 @@ def model_options(*, required: bool) -> Callable[[Any], Any]:
             metavar="PATH",
             help="A config.json, or the folder of one.",
         ),
+        click.option(
+            "--reader",
+            type=click.Choice(_READERS),
+            help="What reads the config: transformers finds linears and experts of all its architectures, the built-in one "
+            "experts.  [default: auto, which is transformers where it is installed]",
+        ),
         click.option("--tp", type=_SIZE, help="Tensor parallel size: ranks that share each expert's width.  [default: 1]"),
         click.option("--ep", type=_SIZE, help="Expert parallel size: ranks that share the experts.  [default: 1]"),
         click.option(
@@ -101,15 +139,13 @@ def problem_payload(problem: PlannedProblem) -> dict[str, Any]:
     """Return how JSON shows a planned problem."""
     largest = problem.largest
     return {
-        "what": problem.what,
-        "layout": largest.layout.name.lower(),
+        **_problem_key(problem),
         "max_m": largest.m,
-        "n": largest.n,
-        "k": largest.k,
         "groups": largest.groups,
         "alignment": largest.alignment,
         "dtypes": list(largest.dtypes),
         "kernels": [spec.name for spec in problem.kernels],
+        "modules": list(problem.modules),
     }
 
 
@@ -131,20 +167,27 @@ def kernels(session: Session, arch: str) -> Reply:
 @model_options(required=True)
 @command
 def plan(session: Session, **options: Any) -> Reply:
-    """Map a model's config.json to the kernels its experts need."""
+    """Map a model's config.json to the kernels it needs, and prove that no other can be asked for."""
     session.settings()  # read for nothing but the refusal of a bad one
     made = PlanOptions(**options).plan()
+    started = time.monotonic()
+    gaps = [{**_problem_key(problem), "m": gap.m, "reason": gap.reason} for problem, gap in prove(made)]
+    seconds = time.monotonic() - started
+    sms = f"{made.sm_counts[0]} to {made.sm_counts[-1]}" if len(made.sm_counts) > 1 else f"{made.sm_counts[0]}"
+    proof = f"not complete: {count(len(gaps), 'gap')}" if gaps else "complete"
     return Reply(
         {
             "arch": made.arch,
             "model": made.model,
+            "reader": made.reader,
             "problems": [problem_payload(problem) for problem in made.problems],
             "kernels": [kernel_payload(spec) for spec in made.kernels],
-            "uncovered": [{"what": part.what, "reason": part.reason} for part in made.uncovered],
+            "uncovered": [{"what": part.what, "reason": part.reason, "instead": part.instead} for part in made.uncovered],
+            "complete": {"ok": not gaps, "seconds": round(seconds, 3), "gaps": gaps},
         },
         [
             Table(
-                ("problem", "layout", "M up to", "N", "K", "groups", "kernels"),
+                ("problem", "layout", "M up to", "N", "K", "groups", "kernels", "modules"),
                 [
                     (
                         p.what,
@@ -154,12 +197,24 @@ def plan(session: Session, **options: Any) -> Reply:
                         p.largest.k,
                         p.largest.groups,
                         len(p.kernels),
+                        ", ".join(p.modules),
                     )
                     for p in made.problems
                 ],
             ),
             Table(("kernel",), [(spec.name,) for spec in made.kernels]),
-            Table(("not covered", "reason"), [(part.what, part.reason) for part in made.uncovered]),
-            f"{made.arch}: {count(len(made.kernels), 'kernel')} for {made.model}",
+            Table(
+                ("not covered", "reason", "what runs instead"),
+                [(part.what, part.reason, part.instead) for part in made.uncovered],
+            ),
+            Table(("gap in", "layout", "reason"), [(gap["what"], gap["layout"], gap["reason"]) for gap in gaps]),
+            f"{made.arch}: {count(len(made.kernels), 'kernel')} for {made.model}, read by {made.reader}",
+            f"{proof} for every M up to that of each problem, on {sms} SMs (proven in {seconds:.2f} s)",
         ],
+        ok=not gaps,
     )
+
+
+def _problem_key(problem: PlannedProblem) -> dict[str, Any]:
+    largest = problem.largest
+    return {"what": problem.what, "layout": largest.layout.name.lower(), "n": largest.n, "k": largest.k}

@@ -68,7 +68,7 @@ def warmup(session: Session, jobs: int | None, timeout_s: float, **options: Any)
     )
     parts = [summary, f"store: {report.store}"]
     if plan.uncovered:
-        parts.append(f"not covered: {', '.join(part.what for part in plan.uncovered)} (deepgemm-jit plan says why)")
+        parts.append(f"not covered: {count(len(plan.uncovered), 'part')} of the model (deepgemm-jit plan says which and why)")
     return Reply(payload, parts, ok=not failed)
 
 

@@ -185,8 +185,7 @@ def accelerate_linears(model: nn.Module) -> AcceleratedLinears:
     for name, module in model.named_modules():
         if not isinstance(module, fp8_linear):
             continue
-        reason = None if type(module) is fp8_linear else f"{type(module).__name__} has a forward of its own"
-        reason = reason or linears.reason_against(module)
+        reason = linears.reason_against(module)
         if reason is None:
             if linears.replace_forward(module):
                 changed.append(module)

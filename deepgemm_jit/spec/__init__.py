@@ -18,7 +18,8 @@ from deepgemm_jit.spec.kernel import (
 )
 from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
-from deepgemm_jit.spec.selection import Selected, reachable, select, selected
+from deepgemm_jit.spec.reach import Gap, reachable, try_gap
+from deepgemm_jit.spec.selection import Selected, select, selected
 
 __all__ = [
     "ACTIVATE",
@@ -36,6 +37,7 @@ __all__ = [
     "ROW_SCALES",
     "SCALE_LAYOUT",
     "TRANSPOSE",
+    "Gap",
     "GemmProblem",
     "KernelSpec",
     "Layout",
@@ -55,4 +57,5 @@ __all__ = [
     "require_member",
     "select",
     "selected",
+    "try_gap",
 ]

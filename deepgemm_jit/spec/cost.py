@@ -8,6 +8,7 @@ problems, each timed with every tile and split; ``bench/tiles.py judge`` tells h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -97,17 +98,21 @@ class Load(NamedTuple):
     """Of reads through L2 and of memory."""
     split_ns: int
 
-    def cost_ns(self, sms: int, whole: bool) -> float:
-        """Return the time on so many SMs, all there are or not; infinity if not even one cluster fits them."""
+    def costs_ns(self, sms_counts: Iterable[int], whole: bool) -> list[float]:
+        """Return the time on each count of SMs, all there are or not; infinity if not even one cluster fits them."""
         per_sm = self.per_sm if whole else 1
-        clusters = sms * per_sm // self.blocks
-        if not clusters:
-            return math.inf
-        waves = float(-(-self.tiles // clusters))
-        if per_sm == 2:  # two at a time, unless one per SM is all there is
-            waves = 1.0 if self.tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
-        computed = waves * self.wave_ns
-        return math.sqrt(computed * computed + self.moved_ns_squared) + self.split_ns
+        costs = []
+        for sms in sms_counts:
+            clusters = sms * per_sm // self.blocks
+            if not clusters:
+                costs.append(math.inf)
+                continue
+            waves = float(-(-self.tiles // clusters))
+            if per_sm == 2:  # two at a time, unless one per SM is all there is
+                waves = 1.0 if self.tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
+            computed = waves * self.wave_ns
+            costs.append(math.sqrt(computed * computed + self.moved_ns_squared) + self.split_ns)
+        return costs
 
 
 class Work(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from deepgemm_jit.spec.kernel_set import (
     dynamic_shared_memory_bytes,
     kernel_set,
 )
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
 from deepgemm_jit.spec.shown import shown
 
 _SIZE_LIMIT = 2**31
@@ -68,54 +68,29 @@ def _selected(problem: Problem, limits: Limits) -> Selected:
         raise UnsupportedError(given=f"a device of {shown(limits.sms)} SMs", supported="at least 1 SM")
     if limits.shared_memory_bytes < arch_named(limits.arch).shared_memory_bytes:
         _refuse_memory(problem, limits)
-    return _fastest(_weighed(problem, limits.arch), problem.m, ((limits.sms, limits.whole),))[0]
+    option = fastest(looked_at(weighed(problem, limits.arch), problem.m), (limits.sms,), limits.whole)[0]
+    return Selected(option.spec, option.split_k)
 
 
 def choices(problem: GemmProblem, limits: Limits) -> Iterator[Selected]:
     """Yield every kernel and split that selection weighs for ``problem``: each gives the right result."""
-    for option, load in _looked_at(_weighed(problem, limits.arch), _counted_rows(problem.m)):
-        if load.cost_ns(limits.sms, limits.whole) < math.inf:
+    for option, load in looked_at(weighed(problem, limits.arch), problem.m):
+        if load.costs_ns((limits.sms,), limits.whole) != [math.inf]:
             yield Selected(option.spec, option.split_k)
-
-
-def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
-    """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
-
-    An SM count is looked at as that of a whole device and as a limit on a larger one.
-
-    Complete, because selection sees M only through the rows of tiles, and no M above the step but as multiples of that: so it can
-    change only at the M looked at here.
-    """
-    _refuse_types(problem, limits_of(arch))
-    _refuse(problem)
-    return _reached(_weighed(problem, arch), max_m, tuple(sorted(set(arch_sms))))
-
-
-@lru_cache(maxsize=256)
-def _reached(weighed: _Weighed, max_m: int, arch_sms: tuple[int, ...]) -> tuple[KernelSpec, ...]:
-    tall = min((option.block_m for option, _fewest, most in weighed.options if most > _FEW_ROWS), default=_FEW_ROWS)
-    firsts = (
-        *range(1, _FEW_ROWS, 16),
-        *range(_FEW_ROWS + 1, _ROWS_STEP + 1, tall),
-        *range(_ROWS_STEP + 1, _MOST_ROWS, _ROWS_STEP),
-    )
-    # Whether a device is whole matters to kernels of which two blocks share an SM.
-    shares = any(option.per_sm > 1 for option, _fewest, _most in weighed.options)
-    sms = tuple((count, whole) for count in arch_sms for whole in ((True, False) if shares else (True,)))
-    return tuple(sorted({choice.spec for m in firsts if m <= max_m for choice in _fastest(weighed, m, sms)}))
 
 
 _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
-_ROWS_STEP = 8192
-_MOST_ROWS = 16 * _ROWS_STEP
+ROWS_STEP = 8192
+MOST_ROWS = 16 * ROWS_STEP
 """Above the step rows count as its next multiple, and above the most as the most: many waves, whose last one matters little."""
 
 
-def _counted_rows(m: int) -> int:
+def counted_rows(m: int) -> int:
+    """Return what M counts as; never falls as M grows."""
     rows = max(m, 1)
-    return rows if rows <= _ROWS_STEP else min(-(-rows // _ROWS_STEP) * _ROWS_STEP, _MOST_ROWS)
+    return rows if rows <= ROWS_STEP else min(-(-rows // ROWS_STEP) * ROWS_STEP, MOST_ROWS)
 
 
 @cache
@@ -123,7 +98,7 @@ def _families(dtypes: tuple[str, str, str], variant: tuple[str, ...]) -> tuple[s
     return tuple(family for family, served in GEMM_DTYPES.items() if served == dtypes and (family, variant) in GEMM_TILES)
 
 
-class _Weighed(NamedTuple):
+class Weighed(NamedTuple):
     """The options of a problem, whatever its M and SM count."""
 
     work: Work
@@ -131,11 +106,13 @@ class _Weighed(NamedTuple):
     """Each with the fewest and most rows for which it is looked at."""
 
 
-def _weighed(problem: GemmProblem, arch: str) -> _Weighed:
+def weighed(problem: GemmProblem, arch: str) -> Weighed:
+    """Return what selection weighs for ``problem``, which it does not check."""
     k_bytes = problem.k * (1 if problem.dtypes[0] == "e4m3" else 2)
     work = Work.of(problem.n, k_bytes, problem.groups, masked=problem.layout is Layout.MASKED)
     aligned = problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
-    return _Weighed(work, _options(arch, problem.dtypes, problem.variant, problem.alignment if aligned else 0))
+    found = _options(arch, problem.dtypes, problem.variant, problem.alignment if aligned else 0)
+    return Weighed(work, tuple(each for each in found if each[0].is_worth(work.k_blocks)))
 
 
 @lru_cache(maxsize=256)
@@ -149,35 +126,24 @@ def _options(
         if alignment:
             # A tile must not reach into the next group. Where groups start at multiples of 64, tokens fill the rows of a product.
             if alignment % option.block_m == 0 and swapped == (alignment % 64 != 0):
-                found.append((option, 0, _MOST_ROWS))
+                found.append((option, 1, MOST_ROWS))
         elif swapped:
-            found.append((option, 0, _FEW_ROWS))
+            found.append((option, 1, _FEW_ROWS))
         else:
-            found.append((option, _FEW_ROWS + 1 if option.block_m > _FEW_ROWS else 0, _MOST_ROWS))
+            found.append((option, _FEW_ROWS + 1 if option.block_m > _FEW_ROWS else 1, MOST_ROWS))
     return tuple(found)
 
 
-def _looked_at(weighed: _Weighed, rows: int) -> list[tuple[Option, Load]]:
-    return [
-        (option, option.load(weighed.work, rows))
-        for option, fewest, most in weighed.options
-        if fewest <= rows <= most and option.is_worth(weighed.work.k_blocks)
-    ]
+def looked_at(seen: Weighed, m: int) -> list[tuple[Option, Load]]:
+    """Return the options that M allows, each with what it costs; M shows in nothing else that selection looks at."""
+    rows = counted_rows(m)
+    return [(option, option.load(seen.work, rows)) for option, fewest, most in seen.options if fewest <= rows <= most]
 
 
-def _fastest(weighed: _Weighed, m: int, arch_sms: tuple[tuple[int, bool], ...]) -> list[Selected]:
-    """Return the kernel and split that the model finds fastest, for each SM count and whether these are all SMs."""
-    looked_at = _looked_at(weighed, _counted_rows(m))
-    found = []
-    for sms, whole in arch_sms:
-        best, best_ns = None, math.inf
-        for option, load in looked_at:
-            cost_ns = load.cost_ns(sms, whole)
-            if cost_ns < best_ns:
-                best, best_ns = option, cost_ns
-        assert best is not None, "some tile serves every problem"
-        found.append(Selected(best.spec, best.split_k))
-    return found
+def fastest(found: list[tuple[Option, Load]], sms_counts: Sequence[int], whole: bool) -> list[Option]:
+    """Return the option that the model finds fastest on each count of SMs, all there are or not; of equals the first."""
+    by_count = zip(*(load.costs_ns(sms_counts, whole) for _option, load in found), strict=True)
+    return [found[costs.index(min(costs))][0] for costs in by_count]
 
 
 def _step(problem: StepProblem, arch: str) -> KernelSpec:
@@ -192,10 +158,16 @@ def _step(problem: StepProblem, arch: str) -> KernelSpec:
 
 
 def _refuse_memory(problem: GemmProblem, limits: Limits) -> None:
-    needed = max(dynamic_shared_memory_bytes(option.spec) for option, _fewest, _most in _weighed(problem, limits.arch).options)
+    needed = max(dynamic_shared_memory_bytes(option.spec) for option, _fewest, _most in weighed(problem, limits.arch).options)
     if needed > limits.shared_memory_bytes:
         given = f"a device of {shown(limits.shared_memory_bytes)} bytes of shared memory per block"
         raise UnsupportedError(given=given, supported=f"at least {needed} bytes")
+
+
+def require_kernels(problem: GemmProblem, limits: Limits) -> None:
+    """Refuse a problem that no kernel serves, and what is no problem; raises as :func:`select`."""
+    _refuse_types(problem, limits)
+    _refuse(problem)
 
 
 def _refuse_types(problem: object, limits: object) -> None:

@@ -1,4 +1,4 @@
-"""Reading a config.json that somebody else wrote: bounded, and refused with what is wrong with it."""
+"""Reading a config.json that somebody else wrote: bounded, and refused with all that is wrong with it at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from deepgemm_jit.errors import OperandError
 from deepgemm_jit.spec.shown import shown
 
 CONFIG_NAME = "config.json"
+SIZE_LIMIT = 2**31
+COUNT_NEEDED = f"a whole number from 1 to {SIZE_LIMIT - 1}"
 
 _MOST_BYTES = 16 << 20
 """A thousand times what published configs have, and little enough to parse."""
@@ -81,3 +83,60 @@ def _read_bytes(file: Path) -> bytes:
     if len(data) > _MOST_BYTES:
         raise refused_config(file, f"has more than {_MOST_BYTES >> 20} MiB, which no config has")
     return data
+
+
+class ConfigKeys:
+    """The keys of a config, and what is wrong with them: collected, so that a user sees it all at once.
+
+    Attributes:
+        file: the config.
+        config: its keys, those of the language model among them.
+        faults: what is wrong so far.
+    """
+
+    def __init__(self, file: Path, config: Mapping[str, Any]) -> None:
+        self.file = file
+        self.faults: list[str] = []
+        # Configs of models that also see or hear keep the language model's keys in text_config.
+        text = config.get("text_config")
+        self.config: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
+        if not isinstance(text, dict | None):
+            self.wrong("text_config", text, "an object")
+
+    def raise_if_any(self) -> None:
+        """Refuse the config if anything is wrong with it."""
+        if self.faults:
+            raise refused_config(self.file, *self.faults)
+
+    def wrong(self, key: str, value: object, needed: str) -> None:
+        """Note a value that means nothing."""
+        self.faults.append(f"{key} = {shown(value)}, needed: {needed}")
+
+    def size(self, key: str) -> int:
+        """Return a whole number of at least 1; note a fault and return 0 when there is none."""
+        value = self.config.get(key)
+        if type(value) is int and 0 < value < SIZE_LIMIT:
+            return value
+        if key in self.config:
+            self.wrong(key, value, COUNT_NEEDED)
+        else:
+            self.faults.append(f"key {key} is missing")
+        return 0
+
+    def count(self, key: str) -> int | None:
+        """Return a whole number of at least 0; None when there is none, with a fault when there is something else."""
+        value = self.config.get(key)
+        if type(value) is int and 0 <= value < SIZE_LIMIT:
+            return value
+        if value is not None:
+            self.wrong(key, value, f"a whole number from 0 to {SIZE_LIMIT - 1}")
+        return None
+
+    def counts(self, key: str) -> list[int]:
+        """Return a list of whole numbers; an empty one when there is none, with a fault when there is something else."""
+        value = self.config.get(key)
+        if isinstance(value, list) and all(type(entry) is int for entry in value):
+            return value
+        if value is not None:
+            self.wrong(key, value, "a list of whole numbers")
+        return []

@@ -1,7 +1,7 @@
 """The plan: which kernels a warm-up builds, and why. Pure but for reading the model's config; no compiler, no GPU.
 
 What run time can ask for is in a plan because both ask :func:`deepgemm_jit.spec.select`: run time for one problem, the plan for
-every M up to a largest one and every SM count a device of the arch may have.
+every M up to a largest one and every SM count a device of the arch may have. :func:`prove` shows it of a plan that is made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from dataclasses import dataclass, replace
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
     ACTIVATE,
+    CAST_TO_FP8,
     COMBINE,
     GATHER,
+    N_MAJOR,
     ROUTE,
     ROW_SCALES,
+    SCALE_LAYOUT,
+    TRANSPOSE,
+    Gap,
     GemmProblem,
     KernelSpec,
     Layout,
@@ -28,10 +33,13 @@ from deepgemm_jit.spec import (
     limits_of,
     reachable,
     select,
+    try_gap,
 )
 from deepgemm_jit.spec.kernel_set import STEP_KERNELS
 from deepgemm_jit.spec.shown import shown
-from deepgemm_jit.warmup.models import COUNT_NEEDED, SCALE_BLOCK, SIZE_LIMIT, Model, Scheme, Uncovered, read_model
+from deepgemm_jit.warmup.config import COUNT_NEEDED, SIZE_LIMIT
+from deepgemm_jit.warmup.models import SCALE_BLOCK, ExpertsLayer, Linear, Model, Scheme, Uncovered
+from deepgemm_jit.warmup.moe_config import read_model
 
 DEFAULT_MAX_TOKENS = 16384
 # Callers may align groups as they like: what matters is which tiles divide the alignment, and these tell all apart. The first two
@@ -43,15 +51,26 @@ GROUPED_LAYOUTS = (
 )
 _MOST_SUGGESTED = 16
 _FP8, _BF16 = ("e4m3", "e4m3", "bf16"), ("bf16", "bf16", "bf16")
+_FORWARD_STEPS = (ROUTE, GATHER, ACTIVATE, COMBINE)
+_OPERAND_STEPS = (CAST_TO_FP8, SCALE_LAYOUT, TRANSPOSE)
+_FRAMEWORK = "the framework's own linear"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProblem:
-    """A GEMM that run time will ask for with any M from 1 up to that of ``largest``, and the kernels that can serve it."""
+    """A GEMM that run time will ask for with any M from 1 up to that of ``largest``, and the kernels that can serve it.
+
+    Attributes:
+        what: the GEMM, for people.
+        largest: the problem with the largest M.
+        kernels: what selection can give for it.
+        modules: names of the modules it comes from, ``*`` for numbers; none where they are not known.
+    """
 
     what: str
     largest: GemmProblem
     kernels: tuple[KernelSpec, ...]
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,8 @@ class Plan:
     Attributes:
         arch: compiler target.
         model: the config that was read; None when the plan is the whole kernel set.
+        reader: what read it; None when the plan is the whole kernel set.
+        sm_counts: SM counts the plan is for.
         problems: the GEMMs the kernels are for; empty when the plan is the whole kernel set.
         kernels: the kernels, in the order of the kernel set.
         uncovered: the parts of the model that no kernel of the plan is for.
@@ -68,6 +89,8 @@ class Plan:
 
     arch: str
     model: str | None
+    reader: str | None
+    sm_counts: tuple[int, ...]
     problems: tuple[PlannedProblem, ...]
     kernels: tuple[KernelSpec, ...]
     uncovered: tuple[Uncovered, ...]
@@ -75,19 +98,20 @@ class Plan:
 
 def plan_for(
     arch: str,
-    model: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | Model | None = None,
     *,
     tp: int = 1,
     ep: int = 1,
     max_tokens: int = DEFAULT_MAX_TOKENS,
     sms: int | None = None,
 ) -> Plan:
-    """Return the plan for a model's experts, or for the whole kernel set when no model is given.
+    """Return the plan for a model, or for the whole kernel set when no model is given.
 
     Args:
         arch: compiler target, for example ``sm_90a``.
-        model: a config.json or the folder that holds one.
-        tp: tensor parallel size: ranks that share the width of every expert.
+        model: a config.json or the folder that holds one, of which the experts are planned; or a model that was read, for example
+            by ``integrations.architectures``, which finds linears too.
+        tp: tensor parallel size: ranks that share the width of every expert, and linears as the model splits them.
         ep: expert parallel size: ranks that share the experts.
         max_tokens: most tokens that one forward brings to a rank.
         sms: SMs of the device, when known; default: every count up to the arch's largest.
@@ -104,37 +128,55 @@ def plan_for(
     ]
     if faults:
         raise OperandError(operation="plan", faults=faults)
+    sm_counts = tuple(range(1, known.max_sms + 1)) if sms is None else (sms,)
     if model is None:
-        return Plan(arch, None, (), kernel_set(arch), ())
-    read = read_model(model)
-    sm_counts = range(1, known.max_sms + 1) if sms is None else (sms,)
-    problems = tuple(
-        PlannedProblem(what, largest, reachable(largest, largest.m, arch, sm_counts))
-        for what, largest in _expert_gemms(arch, read, tp, ep, max_tokens)
+        return Plan(arch, None, None, sm_counts, (), kernel_set(arch), ())
+    read = model if isinstance(model, Model) else read_model(model)
+    linears, unsplit = _split_linears(read.linears, tp)
+    wanted = itertools.chain(
+        *(_expert_gemms(arch, read, layer, tp, ep, max_tokens) for layer in read.experts),
+        (("linear", GemmProblem(max_tokens, linear.n, linear.k), linear.modules) for linear in linears),
     )
-    needed = {spec for problem in problems for spec in problem.kernels} | _step_kernels(arch, read.scheme)
+    problems = tuple(
+        PlannedProblem(what, largest, reachable(largest, largest.m, arch, sm_counts), modules)
+        for what, largest, modules in wanted
+    )
+    needed = {spec for problem in problems for spec in problem.kernels} | _step_kernels(arch, read.experts, linears)
     kernels = tuple(spec for spec in kernel_set(arch) if spec in needed)
-    return Plan(arch, str(read.path), problems, kernels, read.uncovered)
+    return Plan(arch, str(read.path), read.reader, sm_counts, problems, kernels, (*read.uncovered, *unsplit))
 
 
-def _step_kernels(arch: str, scheme: Scheme) -> set[KernelSpec]:
+def prove(plan: Plan) -> tuple[tuple[PlannedProblem, Gap], ...]:
+    """Return the problems of a plan for which selection can give a kernel that the plan lacks, with a case of each.
+
+    An empty answer proves the plan complete: what run time selects for any of its problems, with any M from 1 to the largest and
+    on any of its SM counts, is planned.
+    """
+    planned = frozenset(plan.kernels)
+    gaps = ((each, try_gap(each.largest, planned, each.largest.m, plan.arch, plan.sm_counts)) for each in plan.problems)
+    return tuple((problem, gap) for problem, gap in gaps if gap is not None)
+
+
+def _step_kernels(arch: str, experts: tuple[ExpertsLayer, ...], linears: list[Linear]) -> set[KernelSpec]:
     """Return the kernels that stand around the GEMMs: the steps of the forward and, for FP8, casts and layouts."""
     limits = limits_of(arch)
-    steps = (StepProblem(family, dtypes) for family, (variants, _) in STEP_KERNELS.items() for dtypes in variants)
-    if scheme is Scheme.BF16:
-        forward = (ROUTE, GATHER, ACTIVATE, COMBINE)
-        return {select(step, limits) for step in steps if step.family in forward and "e4m3" not in step.dtypes}
-    return {select(step, limits) for step in steps}
+    quantized = any(layer.scheme is not Scheme.BF16 for layer in experts)
+    families = (*(_FORWARD_STEPS if experts else ()), *(_OPERAND_STEPS if quantized or linears else ()))
+    steps = (StepProblem(family, dtypes) for family in families for dtypes in STEP_KERNELS[family][0])
+    # Experts in bfloat16 alone need no step of a forward that quantizes.
+    return {select(step, limits) for step in steps if step.family in _OPERAND_STEPS or quantized or "e4m3" not in step.dtypes}
 
 
-def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) -> Iterator[tuple[str, GemmProblem]]:
-    """Yield the GEMMs of one experts layer, each with the largest M that ``max_tokens`` can bring."""
-    _check_split(model, tp, ep)
-    groups, width = model.experts // ep, model.intermediate_size // tp
-    dtypes = _BF16 if model.scheme is Scheme.BF16 else _FP8
+def _expert_gemms(
+    arch: str, model: Model, layer: ExpertsLayer, tp: int, ep: int, max_tokens: int
+) -> Iterator[tuple[str, GemmProblem, tuple[str, ...]]]:
+    """Yield the GEMMs of one experts layer, each with the largest M that ``max_tokens`` can bring, and its modules."""
+    _check_split(model, layer, tp, ep)
+    groups, width = layer.experts // ep, layer.width // tp
+    dtypes = _BF16 if layer.scheme is Scheme.BF16 else _FP8
     for what, n, k, variants in (
-        ("experts gate_up", 2 * width, model.hidden_size, _gate_up_variants(model.scheme, width)),
-        ("experts down", model.hidden_size, width, ((ROW_SCALES,),) if model.scheme is Scheme.ROWS else ((),)),
+        ("experts gate_up", (2 if layer.gated else 1) * width, layer.hidden_size, _gate_up_variants(layer, width)),
+        ("experts down", layer.hidden_size, width, _down_variants(layer)),
     ):
         for variant, (layout, alignment) in itertools.product(variants, GROUPED_LAYOUTS):
             if alignment in _NARROW and (variant or dtypes == _BF16):
@@ -143,13 +185,13 @@ def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) ->
             if layout is not Layout.MASKED:
                 # Every group may end in a tile that is all padding but for one row.
                 padding = groups * alignment
-                problem = replace(problem, m=max_tokens * model.experts_per_token + padding)
+                problem = replace(problem, m=max_tokens * layer.per_token + padding)
             try:
                 select(problem, limits_of(arch))
             except UnsupportedError as refusal:
                 sizes = (
-                    f"hidden_size = {model.hidden_size}, {model.intermediate_key} = {model.intermediate_size}, "
-                    f"{model.experts_key} = {model.experts}, num_experts_per_tok = {model.experts_per_token}, "
+                    f"hidden_size = {layer.hidden_size}, {layer.width_name} = {layer.width}, "
+                    f"{layer.experts_name} = {layer.experts}, num_experts_per_tok = {layer.per_token}, "
                     f"tp {tp}, ep {ep}, max_tokens {max_tokens}"
                 )
                 raise UnsupportedError(
@@ -157,33 +199,54 @@ def _expert_gemms(arch: str, model: Model, tp: int, ep: int, max_tokens: int) ->
                     supported=refusal.supported,
                     advice=refusal.advice,
                 ) from None
-            yield (f"{what}, {' '.join(variant).replace('_', ' ')}" if variant else what), problem
+            yield (f"{what}, {' '.join(variant).replace('_', ' ')}" if variant else what), problem, layer.modules
 
 
-def _gate_up_variants(scheme: Scheme, width: int) -> tuple[tuple[str, ...], ...]:
+def _gate_up_variants(layer: ExpertsLayer, width: int) -> tuple[tuple[str, ...], ...]:
     """Return the kernels that the first GEMM can ask for: gate and up lie in one matrix and may have scales of their own."""
-    if scheme is Scheme.ROWS:
-        return ((ROW_SCALES,),)
     # A block across the border of gate and up has two scales, and only a scale per row can say so. Whether it has two is in the
     # shape of the checkpoint's scales, not in the config: both ways are planned.
     blocks_apart = 2 * -(-width // SCALE_BLOCK) != -(-2 * width // SCALE_BLOCK)
-    if (scheme is Scheme.TENSOR and width % SCALE_BLOCK) or (scheme is Scheme.BLOCKS and blocks_apart):
-        return ((), (ROW_SCALES,))
-    return ((),)
+    across = (layer.scheme is Scheme.TENSOR and width % SCALE_BLOCK) or (layer.scheme is Scheme.BLOCKS and blocks_apart)
+    return ((), (ROW_SCALES,)) if layer.gated and across else _down_variants(layer)
 
 
-def _check_split(model: Model, tp: int, ep: int) -> None:
+def _down_variants(layer: ExpertsLayer) -> tuple[tuple[str, ...], ...]:
+    return ((ROW_SCALES,),) if layer.scheme is Scheme.ROWS else ((N_MAJOR,),) if layer.n_major else ((),)
+
+
+def _split_linears(linears: tuple[Linear, ...], tp: int) -> tuple[list[Linear], list[Uncovered]]:
+    """Return the part of each linear that a rank has, and those that do not split so."""
+    parts: dict[tuple[int, int], Linear] = {}
+    unsplit = []
+    for linear in linears:
+        ranks_n, ranks_k = tp if linear.split == "n" else 1, tp if linear.split == "k" else 1
+        step = linear.scheme.width_step
+        shared = linear.k if linear.split == "k" else linear.n
+        if tp > 1 and linear.split and shared % (tp * step):
+            name = linear.split.upper()
+            reason = f"{name} = {shared} does not split over tp = {tp} into multiples of {step}, for {linear.scheme.value}"
+            what = f"FP8 linears of {linear.n} x {linear.k}: {', '.join(linear.modules)}"
+            unsplit.append(Uncovered(what, reason, _FRAMEWORK))
+            continue
+        part = replace(linear, n=linear.n // ranks_n, k=linear.k // ranks_k)
+        like = parts.get((part.n, part.k))
+        parts[part.n, part.k] = replace(part, modules=(*like.modules, *part.modules)) if like else part
+    return list(parts.values()), unsplit
+
+
+def _check_split(model: Model, layer: ExpertsLayer, tp: int, ep: int) -> None:
     """Refuse sizes that do not split into equal shards that have scales of their own."""
-    width, experts, step = model.intermediate_size, model.experts, model.scheme.width_step
+    width, experts, step = layer.width, layer.experts, layer.scheme.width_step
     faults = []
     if tp > 1 and width % (tp * step):
         fitting = _some_divisors(width // step) if width % step == 0 else "1"
         faults.append(
-            f"{model.intermediate_key} = {width} does not split over tp = {tp} into multiples of {step}, needed for weights in "
-            f"{model.scheme.value}; tp that fit: {fitting}; ep splits the experts instead"
+            f"{layer.width_name} = {width} does not split over tp = {tp} into multiples of {step}, needed for weights in "
+            f"{layer.scheme.value}; tp that fit: {fitting}; ep splits the experts instead"
         )
     if experts % ep:
-        faults.append(f"{model.experts_key} = {experts} does not split over ep = {ep}; ep that fit: {_some_divisors(experts)}")
+        faults.append(f"{layer.experts_name} = {experts} does not split over ep = {ep}; ep that fit: {_some_divisors(experts)}")
     if faults:
         raise OperandError(operation=f"plan for {model.path}", faults=faults)
 

@@ -13,6 +13,7 @@ from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
 from deepgemm_jit.settings import PREFIX, Settings, read_settings
 from deepgemm_jit.store.location import NAME_ANOTHER, locate
+from deepgemm_jit.warmup.models import Model
 from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
 
@@ -66,7 +67,7 @@ class WarmupReport:
 
 def warm_up(
     arch: str,
-    model: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | Model | None = None,
     jobs: int | None = None,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -76,14 +77,14 @@ def warm_up(
     sms: int | None = None,
     settings: Settings | None = None,
 ) -> WarmupReport:
-    """Build the whole kernel set of ``arch`` into the store, or the kernels that a model's experts need. No GPU is needed.
+    """Build the whole kernel set of ``arch`` into the store, or the kernels that a model needs. No GPU is needed.
 
     It compiles what is missing whatever the compile policy says: the policy is about kernels that nobody asked to have built.
 
     Args:
         arch: compiler target, for example ``sm_90a``.
-        model: a config.json or the folder that holds one; see :func:`~deepgemm_jit.warmup.plan.plan_for` for ``tp``, ``ep``,
-            ``max_tokens`` and ``sms``.
+        model: a config.json or the folder that holds one, of which the experts are planned, or a model that was read; see
+            :func:`~deepgemm_jit.warmup.plan.plan_for`, also for ``tp``, ``ep``, ``max_tokens`` and ``sms``.
         jobs: compile processes; default: the setting, or the CPUs of this process.
         timeout_s: longest time for one kernel in a worker.
         tp: tensor parallel size.
@@ -136,7 +137,8 @@ def build_plan(
     if not plan.kernels:
         reasons = "; ".join(f"{part.what}: {part.reason}" for part in plan.uncovered)
         raise UnsupportedError(
-            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})", supported="FP8 experts with 128x128 scale blocks"
+            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})",
+            supported="FP8 linears, and experts in FP8, FP4 or bfloat16",
         )
     outcomes: list[KernelOutcome] = []
 

@@ -60,8 +60,8 @@ def test_what_run_time_was_refused_is_missing_until_the_command_has_run(answer: 
 def test_what_run_time_compiled_itself_is_built_but_missing_from_a_plan_without_it(answer: Answer, audit: Path) -> None:
     compiled_by_run_time(audit, OUTSIDE)
     assert answer("verify", "--audit", audit)["ok"], "the store has it now"
-    answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--jobs", 2)
-    planned = "verify", "--arch", "sm_90a", "--model", DEEPSEEK
+    answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin", "--jobs", 2)
+    planned = "verify", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin"
     assert answer(*planned)["ok"]
     (missing,) = answer(*planned, "--audit", audit, status=1)["missing"]
     assert (missing["name"], missing["command"]) == (OUTSIDE.name, "deepgemm-jit warmup --arch sm_90a")

@@ -69,8 +69,10 @@ def test_create_packs_the_whole_store_and_the_same_again(answer: Answer, store: 
 
 
 def test_create_packs_what_a_model_needs(answer: Answer, store: Path, tmp_path: Path) -> None:
-    planned = {kernel["name"] for kernel in answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK)["kernels"]}
-    answer("pack", "create", tmp_path / "model.pack", "--arch", "sm_90a", "--model", DEEPSEEK)
+    planned = {
+        kernel["name"] for kernel in answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")["kernels"]
+    }
+    answer("pack", "create", tmp_path / "model.pack", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")
     assert {kernel["name"] for kernel in answer("pack", "inspect", tmp_path / "model.pack")["kernels"]} == planned
     assert 0 < len(planned) < len(WHOLE_SET)
 
@@ -314,7 +316,7 @@ def test_what_a_pack_lacks_is_compiled_and_named_under_never(
     answer: Answer, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model.pack"
-    answer("pack", "create", model, "--arch", "sm_90a", "--model", DEEPSEEK)
+    answer("pack", "create", model, "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")
     held = {kernel["key"] for kernel in answer("pack", "inspect", model)["kernels"]}
     settings = read_settings(cache_dir=tmp_path / "empty", packs=(model,))
     lacking = next(spec for spec in WHOLE_SET if Builder(settings).request(spec).key not in held)

@@ -71,8 +71,8 @@ def test_verify_of_a_full_store_misses_nothing(answer: Answer, store: Path) -> N
 
 
 def test_verify_of_a_model_asks_for_its_plan_only(answer: Answer, cache_dir: Path) -> None:
-    built = answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--jobs", 2)["compiled"]
-    assert answer("verify", "--arch", "sm_90a", "--model", DEEPSEEK)["ok"]
+    built = answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin", "--jobs", 2)["compiled"]
+    assert answer("verify", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin")["ok"]
     assert len(answer("verify", "--arch", "sm_90a", status=1)["missing"]) == len(WHOLE_SET) - built > 0
 
 

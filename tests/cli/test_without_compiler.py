@@ -25,7 +25,7 @@ PACK_COMMANDS = ("create", "inspect", "install")
 KERNEL = kernel_set("sm_90a")[0].name
 IN_PROCESS: dict[str, list[str]] = {
     "kernels": ["kernels", "--arch", "sm_90a"],
-    "plan": ["plan", "--arch", "sm_90a", "--model", str(DEEPSEEK)],
+    "plan": ["plan", "--arch", "sm_90a", "--model", str(DEEPSEEK), "--reader", "builtin"],
     "verify": ["verify"],
     "list": ["list"],
     "show": ["show", KERNEL],
@@ -45,27 +45,28 @@ def test_kernels_lists_the_closed_set(answer: Answer) -> None:
 
 
 def test_plan_maps_a_config_to_problems_kernels_and_what_is_left(answer: Answer) -> None:
-    payload = answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK)
-    assert set(payload) == {"arch", "model", "problems", "kernels", "uncovered"}
+    payload = answer(*IN_PROCESS["plan"])
+    assert set(payload) == {"arch", "model", "reader", "problems", "kernels", "uncovered", "complete"}
     assert (payload["arch"], payload["model"]) == ("sm_90a", str(DEEPSEEK / "config.json"))
+    assert (payload["reader"], payload["complete"]["ok"], payload["complete"]["gaps"]) == ("builtin", True, [])
     named = {kernel["name"] for kernel in payload["kernels"]}
     assert all(problem["kernels"] and set(problem["kernels"]) <= named for problem in payload["problems"])
     assert {(problem["n"], problem["k"], problem["groups"]) for problem in payload["problems"]} == {
         (4096, 7168, 256),
         (7168, 2048, 256),
     }
-    assert all(set(part) == {"what", "reason"} and all(part.values()) for part in payload["uncovered"])
+    assert all(set(part) == {"what", "reason", "instead"} and all(part.values()) for part in payload["uncovered"])
 
 
 def test_plan_follows_its_sizes(answer: Answer) -> None:
     sizes = ("--tp", 8, "--ep", 4, "--max-tokens", 100, "--sms", 78)
-    problems = answer("plan", "--arch", "sm_90a", "--model", DEEPSEEK, *sizes)["problems"]
+    problems = answer(*IN_PROCESS["plan"], *sizes)["problems"]
     assert {(problem["n"], problem["k"], problem["groups"]) for problem in problems} == {(512, 7168, 64), (7168, 256, 64)}
     assert {problem["max_m"] for problem in problems if problem["layout"] == "masked"} == {100}
 
 
 def test_a_plan_covers_fp4_experts_and_says_what_it_does_not_cover(answer: Answer) -> None:
-    payload = answer("plan", "--arch", "sm_90a", "--model", MODELS / "deepseek-v4-flash")
+    payload = answer("plan", "--arch", "sm_90a", "--model", MODELS / "deepseek-v4-flash", "--reader", "builtin")
     assert {problem["what"] for problem in payload["problems"]} == {"experts gate_up", "experts down"}
     assert payload["kernels"]
     assert all(part["reason"] for part in payload["uncovered"])
@@ -120,6 +121,8 @@ def test_the_commands_are_those_that_do_something() -> None:
         ),
         (["warmup", "--arch", "sm_90a", "--model", "/nonexistent"], "/nonexistent"),
         (["warmup", "--arch", "sm_90a", "--tp", "2", "--max-tokens", "5"], "--tp, --max-tokens"),
+        (["verify", "--arch", "sm_90a", "--reader", "builtin"], "--reader"),
+        (["plan", "--arch", "sm_90a", "--model", str(DEEPSEEK), "--reader", "vllm"], "vllm"),
         (["warmup", "--arch", "sm_90a", "--shard", "1/2"], "--shard"),
         (["plan", "--arch", "sm_90a"], "--model"),
         (["plan", "--arch", "sm_90a", "--model", str(DEEPSEEK), "--tp", "0"], "--tp"),
@@ -213,7 +216,8 @@ def test_verify_names_the_command_that_builds_what_is_missing(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--arch", "sm_90a", "--model", str(DEEPSEEK), "--tp", "2", "--ep", "4", "--max-tokens", "64", "--sms", "132"]
+    model = ["--model", str(DEEPSEEK), "--reader", "builtin"]
+    options = ["--arch", "sm_90a", *model, "--tp", "2", "--ep", "4", "--max-tokens", "64", "--sms", "132"]
     payload = answer("verify", *options, "--cache-dir", "a store", status=1)
     command = f"deepgemm-jit warmup {' '.join(options)} --cache-dir '{tmp_path}/a store'"
     assert {kernel["command"] for kernel in payload["missing"]} == {command}

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("wheel", "sdist", "editable")
+MODELS = ("deepseek-v3", "deepseek-v4-flash", "qwen3-235b-a22b-fp8", "qwen3-30b-a3b-fp8")
 SHIPPED_DATA = {"kernels_src": "_kernels_src", "cache": "_cache"}
 
 
@@ -79,6 +80,7 @@ def python_of(tree: Path, distributions: tuple[Path, Path], tmp_path_factory: py
     sdist, wheel = distributions
     wanted: dict[str, tuple[str | Path, ...]] = {
         "wheel": ("--constraint", tree / "constraints.txt", f"{wheel}[cu13]"),
+        "wheel without a compiler": ("--constraint", tree / "constraints.txt", wheel),
         "sdist": ("--no-deps", sdist),
         "editable": ("--no-deps", "--constraint", tree / "constraints.txt", "editables", "--editable", tree),
     }
@@ -178,3 +180,54 @@ print(cubin.image[:4] == b"\\x7fELF", cubin.entry == spec.name)
 """
     assert _run(python_of("wheel"), "-c", code, cwd=tmp_path, env=bare_env).split() == ["True", "True"]
     assert list((tmp_path / "store").rglob("*.json"))
+
+
+@pytest.fixture(scope="session")
+def packs(python_of: Callable[[str], Path], tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Warm a store up for each published config with an installed wheel, and return a pack for each."""
+    folder = tmp_path_factory.mktemp("packs")
+    env = {"PATH": os.defpath, "HOME": str(folder), "DEEPGEMM_JIT_CACHE_DIR": str(folder / "store")}
+    command, made = python_of("wheel").with_name("deepgemm-jit"), {}
+    for name in MODELS:
+        model = ("--arch", "sm_90a", "--model", tree / "tests/data/models" / name)
+        report = json.loads(_run(command, "warmup", *model, "--jobs", "2", "--json", cwd=folder, env=env))
+        assert report["failed"] == []
+        made[name] = folder / f"{name}.pack"
+        _run(command, "pack", "create", made[name], *model, cwd=folder, env=env)
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_wheel_and_a_pack_are_all_that_a_model_needs_where_there_is_no_compiler(
+    name: str, python_of: Callable[[str], Path], packs: dict[str, Path], tree: Path, bare_env: dict[str, str], tmp_path: Path
+) -> None:
+    python = python_of("wheel without a compiler")
+    model = ("--arch", "sm_90a", "--model", tree / "tests/data/models" / name)
+    env = {**bare_env, "DEEPGEMM_JIT_PACKS": str(packs[name])}
+    answer = json.loads(_run(python.with_name("deepgemm-jit"), "verify", *model, "--json", cwd=tmp_path, env=env))
+    assert answer == {"ok": True, "checked": 0, "bad": [], "missing": []}
+    # What is planned comes out of the pack, and nothing else could: there is no NVRTC.
+    code = """
+import sys
+import deepgemm_jit as dj
+from deepgemm_jit.errors import ToolchainError
+from deepgemm_jit.warmup import plan_for
+planned = plan_for("sm_90a", sys.argv[1]).kernels
+print(all(dj.build(spec).entry == spec.name for spec in planned))
+try:
+    dj.build(next(spec for spec in dj.kernel_set("sm_90a") if spec not in planned))
+except ToolchainError as refusal:
+    print(refusal.missing)
+"""
+    said = _run(python, "-c", code, model[-1], cwd=tmp_path, env=env).splitlines()
+    assert said[0] == "True"
+    assert "nvrtc" in said[1].lower()
+    without_pack = subprocess.run(
+        [python.with_name("deepgemm-jit"), "verify", *model],
+        cwd=tmp_path,
+        env=bare_env,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert without_pack.returncode == 1

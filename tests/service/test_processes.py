@@ -169,7 +169,8 @@ from deepgemm_jit.service import KernelService, default_service
 
 spec = dj.kernel_set("sm_90a")[0]
 default_service(), KernelService()
-for command in (["kernels", "--arch", "sm_90a"], ["plan", "--arch", "sm_90a", "--model", sys.argv[1]], ["verify"], ["list"]):
+plan = ["plan", "--arch", "sm_90a", "--model", sys.argv[1], "--reader", "builtin"]
+for command in (["kernels", "--arch", "sm_90a"], plan, ["verify"], ["list"]):
     result = CliRunner().invoke(main, [*command, "--json"])
     assert result.exit_code == 0, result.output
 print(json.dumps(sorted(name for name in sys.modules if name.startswith("cuda"))))

@@ -32,8 +32,8 @@ FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_blo
 def test_published_configs_give_the_sizes_of_their_experts(
     models: Path, name: str, hidden: int, width: int, experts: int, per_token: int
 ) -> None:
-    model = read_model(models / name)
-    assert (model.hidden_size, model.intermediate_size, model.experts, model.experts_per_token) == (
+    (layer,) = read_model(models / name).experts
+    assert (layer.hidden_size, layer.width, layer.experts, layer.per_token) == (
         hidden,
         width,
         experts,
@@ -47,16 +47,16 @@ def test_a_folder_and_its_file_read_the_same(models: Path) -> None:
 
 def test_the_mixtral_family_keeps_the_width_of_an_expert_in_intermediate_size(varied: Varied) -> None:
     changes = {"num_experts": ..., "moe_intermediate_size": ..., "num_local_experts": 8, "intermediate_size": 14336}
-    model = read_model(varied(changes))
-    assert (model.experts, model.experts_key) == (8, "num_local_experts")
-    assert (model.intermediate_size, model.intermediate_key) == (14336, "intermediate_size")
+    (layer,) = read_model(varied(changes)).experts
+    assert (layer.experts, layer.experts_name) == (8, "num_local_experts")
+    assert (layer.width, layer.width_name) == (14336, "intermediate_size")
 
 
 def test_a_config_that_also_holds_a_vision_model_is_read_through_its_text_config(varied: Varied) -> None:
     text = {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 64, "num_experts_per_tok": 4}
     keys = {"hidden_size": ..., "moe_intermediate_size": ..., "num_experts": ..., "num_experts_per_tok": ...}
-    model = read_model(varied({**keys, "text_config": text}))
-    assert (model.hidden_size, model.intermediate_size, model.experts) == (4096, 1536, 64)
+    (layer,) = read_model(varied({**keys, "text_config": text})).experts
+    assert (layer.hidden_size, layer.width, layer.experts) == (4096, 1536, 64)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"])
@@ -131,7 +131,7 @@ def test_a_weight_block_that_is_not_two_whole_numbers_is_refused_by_key_and_valu
 
 
 def test_a_quantization_without_fmt_is_e4m3(varied: Varied) -> None:
-    assert read_model(varied({"quantization_config.fmt": ...})).scheme is Scheme.BLOCKS
+    assert read_model(varied({"quantization_config.fmt": ...})).experts[0].scheme is Scheme.BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,7 @@ def test_a_quantization_without_fmt_is_e4m3(varied: Varied) -> None:
         ({}, Scheme.BLOCKS),
         ({"quantization_config.activation_scheme": "static"}, Scheme.BLOCKS),
         ({"quantization_config.scale_fmt": "ue8m0"}, Scheme.BLOCKS),
+        ({"quantization_config.scale_fmt": "float"}, Scheme.BLOCKS),
         ({"quantization_config.weight_block_size": [1, 128]}, Scheme.ROWS),
         ({"quantization_config.weight_block_size": None}, Scheme.TENSOR),
         ({"quantization_config.weight_block_size": None, "quantization_config.activation_scheme": "static"}, Scheme.TENSOR),
@@ -156,7 +157,7 @@ def test_a_quantization_without_fmt_is_e4m3(varied: Varied) -> None:
     ],
 )
 def test_the_config_says_how_the_weights_of_experts_are_kept(varied: Varied, changes: dict[str, Any], scheme: Scheme) -> None:
-    assert read_model(varied(changes)).scheme is scheme
+    assert read_model(varied(changes)).experts[0].scheme is scheme
 
 
 @pytest.mark.parametrize("kept", [..., ["experts"]], ids=["not quantized", "experts not quantized"])
@@ -310,7 +311,7 @@ def test_what_cannot_be_read_is_refused_by_its_path(tmp_path: Path, kind: str) -
 
 def test_one_layer_that_is_not_converted_leaves_the_experts_of_the_others(varied: Varied) -> None:
     kept = ["lm_head", "model.layers.0.mlp", "model.layers.1.mlp.gate"]
-    assert read_model(varied({"quantization_config.modules_to_not_convert": kept})).scheme is Scheme.BLOCKS
+    assert read_model(varied({"quantization_config.modules_to_not_convert": kept})).experts[0].scheme is Scheme.BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_one_layer_that_is_not_converted_leaves_the_experts_of_the_others(varied
 )
 def test_what_lies_outside_the_experts_is_uncovered(models: Path, name: str, parts: list[str]) -> None:
     uncovered = read_model(models / name).uncovered
-    assert all(part.reason for part in uncovered)
+    assert all(part.reason and part.instead for part in uncovered)
     assert [part for part in parts if not any(known.what.startswith(part) for known in uncovered)] == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -30,9 +31,10 @@ from deepgemm_jit.spec import (
     arch_named,
     kernel_set,
     limits_of,
+    reach,
     select,
 )
-from deepgemm_jit.warmup import Plan, plan_for
+from deepgemm_jit.warmup import ExpertsLayer, Linear, Model, Plan, Scheme, plan_for, prove
 
 pytestmark = pytest.mark.none
 
@@ -321,3 +323,92 @@ def test_an_argument_that_is_no_count_is_refused_by_name(models: Path, name: str
 def test_an_unknown_arch_is_refused_with_the_known_ones(models: Path, arch: str) -> None:
     with pytest.raises(UnsupportedError, match="sm_90a"):
         plan_for(arch, models / "deepseek-v3")
+
+
+# --- what serving meets
+
+
+def _experts(**changes: Any) -> ExpertsLayer:
+    known: dict[str, Any] = {"hidden_size": 7168, "width": 2048, "experts": 256, "per_token": 8, "scheme": Scheme.BLOCKS}
+    return ExpertsLayer(width_name="width", experts_name="experts", **(known | changes))
+
+
+def _model(*parts: ExpertsLayer | Linear) -> Model:
+    layers = tuple(part for part in parts if isinstance(part, ExpertsLayer))
+    return Model(Path("config.json"), "a test", layers, tuple(part for part in parts if isinstance(part, Linear)), ())
+
+
+def test_a_plan_for_every_m_up_to_16384_is_complete_of_few_kernels_and_made_at_once() -> None:
+    model = _model(_experts())
+    reach._reached.cache_clear()
+    started = time.process_time()
+    plan = plan_for("sm_90a", model, max_tokens=16384, sms=132)
+    spent_s = time.process_time() - started
+    assert len(plan.kernels) <= 19
+    (gate_up,) = (each for each in plan.problems if (each.what, each.largest.layout) == ("experts gate_up", Layout.MASKED))
+    assert (gate_up.largest.n, gate_up.largest.k, gate_up.largest.groups) == (4096, 7168, 256)
+    limits = limits_of("sm_90a", 132)
+    assert {select(replace(gate_up.largest, m=m), limits) for m in range(1, 16385)} <= set(plan.kernels)
+    assert prove(plan) == ()
+    assert spent_s < 1  # of this process alone, whatever else the machine does
+
+
+@pytest.mark.parametrize("n", [576, 1856, 2112, 4096])
+@pytest.mark.parametrize("scheme", [Scheme.BLOCKS, Scheme.ROWS, Scheme.TENSOR, Scheme.FP4, Scheme.BF16])
+def test_whatever_an_operation_can_be_asked_for_is_planned(n: int, scheme: Scheme) -> None:
+    linears = [Linear(n, 2048, Scheme.BLOCKS, None, ("linear",)), Linear(2048, n, Scheme.TENSOR, None, ("linear",))]
+    fp8 = scheme is not Scheme.BF16
+    layers = [_experts(hidden_size=n, width=n // 2, experts=8, scheme=scheme, n_major=False)]
+    layers += [] if fp8 else [_experts(hidden_size=n, width=n // 2, experts=8, scheme=scheme, n_major=True)]
+    plan = plan_for("sm_90a", _model(*layers, *(linears if fp8 else ())))
+    steps = [*itertools.product((ROUTE,), [("i32",)]), *itertools.product((COMBINE,), [("bf16",)])]
+    steps += itertools.product((GATHER, ACTIVATE), [("bf16", "e4m3" if fp8 else "bf16")])
+    steps += [(CAST_TO_FP8, ("bf16", "e4m3")), (CAST_TO_FP8, ("f32", "e4m3")), (SCALE_LAYOUT, ("f32",))] if fp8 else []
+    assert {select(StepProblem(family, dtypes), limits_of("sm_90a")) for family, dtypes in steps} <= set(plan.kernels)
+    assert {problem.largest.layout for problem in plan.problems} == set(Layout) - (set() if fp8 else {Layout.DENSE})
+    for problem, m, sms in itertools.product(plan.problems, (1, 7, 64, 65, 128, 4096), SMS):
+        assert select(replace(problem.largest, m=m), limits_of("sm_90a", sms)) in plan.kernels
+    assert prove(plan) == ()
+
+
+def test_a_plan_that_lost_a_kernel_is_not_complete() -> None:
+    plan = plan_for("sm_90a", _model(_experts(), Linear(2112, 7168, Scheme.BLOCKS, None, ("linear",))))
+    gemms = [spec for spec in plan.kernels if spec.family.startswith("fp8_gemm")]
+    for lost in gemms:
+        short = replace(plan, kernels=tuple(spec for spec in plan.kernels if spec != lost))
+        assert any(lost.name in gap.reason for _problem, gap in prove(short))
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("block", "planned"),
+    [([128, 128], True), ([1, 128], True), (None, True), ([64, 128], False), ([128, 64], False), ([1, 32], False)],
+)
+def test_a_scheme_is_planned_or_refused_with_what_runs_it(
+    varied: Varied, activations: str, block: list[int] | None, planned: bool
+) -> None:
+    folder = varied({"quantization_config.weight_block_size": block, "quantization_config.activation_scheme": activations})
+    if planned:
+        assert prove(plan_for("sm_90a", folder, sms=132)) == ()
+        return
+    with pytest.raises(UnsupportedError, match=r'experts_implementation="grouped_mm", or "eager"') as caught:
+        plan_for("sm_90a", folder)
+    assert f"weight_block_size = {block}" in caught.value.given
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size"])
+@pytest.mark.parametrize("size", [767, 760, 9])
+def test_fp4_experts_whose_packed_columns_no_kernel_reads_are_refused_by_their_size(varied: Varied, key: str, size: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{key} = {size}"):
+        plan_for("sm_90a", varied(FP4 | {key: size}))
+
+
+def test_experts_without_a_gate_have_a_first_gemm_of_half_the_rows() -> None:
+    plan = plan_for("sm_90a", _model(_experts(gated=False)), sms=132)
+    assert {(each.largest.n, each.largest.k) for each in plan.problems} == {(2048, 7168), (7168, 2048)}
+
+
+def test_linears_of_one_size_are_one_problem() -> None:
+    linears = [Linear(512, 7168, Scheme.BLOCKS, split, (name,)) for name, split in (("a", None), ("b", None), ("c", "n"))]
+    plan = plan_for("sm_90a", _model(*linears), tp=2)
+    assert [(each.largest.n, each.modules) for each in plan.problems] == [(512, ("a", "b")), (256, ("c",))]

@@ -246,7 +246,7 @@ def test_a_home_that_cannot_be_used_is_told_of_once(
 
 
 def test_a_plan_without_kernels_is_refused_with_its_reasons() -> None:
-    empty = Plan("sm_90a", "config.json", (), (), (Uncovered("experts", "no kernels for them"),))
+    empty = Plan("sm_90a", "config.json", "builtin", (132,), (), (), (Uncovered("experts", "no kernels for them", "torch"),))
     with pytest.raises(UnsupportedError, match="experts: no kernels for them"):
         build_plan(empty)
 

@@ -143,8 +143,7 @@ def start(path: str, max_tokens: int) -> Server:
     plan, service = plan_for(ARCH, path, max_tokens=max_tokens), default_service()
     sizes = sizes_of(path)
     service.seal()
-    for spec in plan.kernels:
-        service.builder.build(spec)
+    service.prepare(plan.kernels, [])  # on no GPU yet: it fetches
     log.info("%d kernels are there; sealed: nothing compiles from here on", len(plan.kernels))
     layers, not_ready = load(service, plan, sizes)
     return Server(plan, max_tokens, layers, not_ready)
@@ -155,12 +154,10 @@ def load(service: KernelService, plan: Plan, sizes: Sizes) -> tuple[tuple[Layer,
     report = driver_report()
     if report.error is not None:
         return (), report.error
-    for gpu in report.gpus:
-        with service.call(gpu.ordinal, 0) as call:
-            for spec in plan.kernels:
-                call.kernel(spec)
+    gpus = [gpu.ordinal for gpu in report.gpus]
+    service.prepare(plan.kernels, gpus)
     try:
-        layers = tuple(Layer(sizes, f"cuda:{gpu.ordinal}") for gpu in report.gpus)
+        layers = tuple(Layer(sizes, f"cuda:{gpu}") for gpu in gpus)
     except ImportError as error:
         return (), f"the kernels are loaded, but the layer needs torch: {error}"
     for layer in layers:

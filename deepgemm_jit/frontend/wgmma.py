@@ -11,16 +11,13 @@ from deepgemm_jit.errors import ToolchainError
 
 PACKAGE = "nvidia-cutlass"
 HEADER = "cute/arch/mma_sm90_gmma.hpp"
-WIDTHS_HEADER = "cute/arch/mma_sm90_gmma_ext.hpp"
-"""Of products whose width is neither a power of two nor 96 or 192."""
-_USUAL_WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)
 _END = "\n};\n"
 _FIX = f"Install it with: pip install '{PACKAGE}>=4.2,<5'"
 _FIX_BROKEN = f"Reinstall it with: pip install --force-reinstall '{PACKAGE}>=4.2,<5'"
 
 
-def header_path(header: str = HEADER) -> Path:
-    """Return the path of a header that holds wrappers.
+def header_path() -> Path:
+    """Return the path of the header that holds the wrappers.
 
     Raises:
         ToolchainError: the package is not installed, or its header is missing.
@@ -28,22 +25,22 @@ def header_path(header: str = HEADER) -> Path:
     try:
         files = distribution(PACKAGE).files or []
     except PackageNotFoundError as cause:
-        raise ToolchainError(missing=f"package {PACKAGE}", looked_for=header, fix=_FIX) from cause
+        raise ToolchainError(missing=f"package {PACKAGE}", looked_for=HEADER, fix=_FIX) from cause
     for file in files:
-        if file.as_posix().endswith("/include/" + header):
+        if file.as_posix().endswith("/include/" + HEADER):
             path = Path(str(file.locate()))
             if path.is_file():
                 return path
-    raise ToolchainError(missing=f"header {header} of package {PACKAGE}", looked_for=header, fix=_FIX_BROKEN)
+    raise ToolchainError(missing=f"header {HEADER} of package {PACKAGE}", looked_for=HEADER, fix=_FIX_BROKEN)
 
 
 @cache
-def _text_of(header: str) -> str:
-    path = header_path(header)
+def _header() -> str:
+    path = header_path()
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        what = f"header {header} of package {PACKAGE} is broken ({cause}) and"
+        what = f"header {HEADER} of package {PACKAGE} is broken ({cause}) and"
         raise ToolchainError(missing=what, looked_for=str(path), fix=_FIX_BROKEN) from cause
 
 
@@ -59,12 +56,10 @@ def wrapper_for(name: str) -> str:
     Raises:
         ToolchainError: the header cannot be read, or does not hold the wrapper as expected.
     """
-    width = re.match(r"MMA_64x(\d+)x", name)
-    header = HEADER if width is None or int(width[1]) in _USUAL_WIDTHS else WIDTHS_HEADER
-    text = _text_of(header)
+    text = _header()
     start = re.search(rf"^template <[^<>;{{}}]*>\nstruct {re.escape(name)}\n", text, re.MULTILINE)
     end = text.find(_END, start.end()) if start else -1
     if start is None or end < 0:
-        what = f"struct {name} in {header} of package {PACKAGE}"
-        raise ToolchainError(missing=what, looked_for=str(header_path(header)), fix=_FIX_BROKEN)
+        what = f"struct {name} in {HEADER} of package {PACKAGE}"
+        raise ToolchainError(missing=what, looked_for=str(header_path()), fix=_FIX_BROKEN)
     return text[start.start() : end + len(_END)]

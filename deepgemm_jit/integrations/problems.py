@@ -11,7 +11,7 @@ import torch
 from deepgemm_jit.integrations import experts
 from deepgemm_jit.integrations.prepared import local
 from deepgemm_jit.ops.checks import MAX_TOP_K, SCALE_BLOCK, ceil_div
-from deepgemm_jit.ops.gemm import ALIGNMENT, NARROW_ALIGNMENTS
+from deepgemm_jit.ops.pipeline import WIDE_ALIGNMENTS
 from deepgemm_jit.spec import (
     ACTIVATE,
     CAST_TO_FP8,
@@ -20,6 +20,7 @@ from deepgemm_jit.spec import (
     N_MAJOR,
     ROUTE,
     ROW_SCALES,
+    SCATTERED_ALIGNMENT,
     GemmProblem,
     KernelSpec,
     Layout,
@@ -70,7 +71,7 @@ def experts_needs(module: Any, max_tokens: int) -> Needs:
         sizes.append((n, 2 * k if weight.dtype == torch.int8 else k, groups))
         by_rows = fp8 and weight.dtype != torch.int8 and _has_row_scales(module, name, n)
         variants.append((ROW_SCALES,) if by_rows else (N_MAJOR,) if transposed and not fp8 else ())
-    alignments = (*NARROW_ALIGNMENTS, ALIGNMENT) if fp8 and not any(variants) else (NARROW_ALIGNMENTS[-1], ALIGNMENT)
+    alignments = (SCATTERED_ALIGNMENT,) if fp8 and not any(variants) else WIDE_ALIGNMENTS
     gemms = tuple(
         GemmProblem(max_tokens * MAX_TOP_K + groups * alignment, n, k, groups, Layout.PREFIX_SUMS, alignment, dtypes, variant)
         for (n, k, groups), variant in zip(sizes, variants, strict=True)

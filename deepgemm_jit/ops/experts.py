@@ -98,7 +98,7 @@ def _experts(
     activation: Activation,
 ) -> torch.Tensor:
     tokens = hidden, topk_index, topk_weights
-    plain = are_plain(tokens) and (layer.serial or are_plain(layer.tensors))
+    plain = are_plain(tokens) and (layer.form is not None or are_plain(layer.tensors))
     if activation.callback is None and plain and hidden.is_cuda and not is_watched():
         return forward(hidden, topk_index, topk_weights, layer)
     checks.require_tensors(operation, hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)

@@ -94,7 +94,7 @@ def _key_of(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.
     h, i, w = hidden, topk_index, topk_weights
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, i, w, *layer.tensors))
     return (
-        layer.serial or _form_of(layer), differentiates, *[tensor.data_ptr() for tensor in layer.tensors],
+        layer.form or _form_of(layer), differentiates, *[tensor.data_ptr() for tensor in layer.tensors],
         h.shape, h.is_contiguous() or h.stride(), h.dtype, h.get_device(),
         i.shape, i.is_contiguous() or i.stride(), i.dtype, i.get_device(),
         w.shape, w.is_contiguous() or w.stride(), w.dtype, w.get_device(),
@@ -103,10 +103,13 @@ def _key_of(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.
 
 def _form_of(layer: Layer) -> Key:
     gating = layer.gating
-    return (
+    form = (
+        layer.up_static is None, layer.down_static is None, layer.up_scales_rows, layer.down_scales_rows,
         layer.n_major, gating.gate.value, gating.interleaved, gating.limit, gating.alpha,
         *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in layer.tensors],
     )  # fmt: skip
+    object.__setattr__(layer, "form", form)
+    return form
 
 
 def _prepare(hidden: torch.Tensor, topk_index: torch.Tensor, layer: Layer) -> _Prepared:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from deepgemm_jit.ops import checks
-from deepgemm_jit.ops.gemm import ALIGNMENT, NARROW_ALIGNMENTS, get_mk_alignment_for_contiguous_layout
+from deepgemm_jit.ops.gemm import ALIGNMENT
 from deepgemm_jit.ops.launching import blocks_for, m_major_matrices, matrices, padded_rows
 from deepgemm_jit.runtime import GemmCall, Launch, Matrices, prepare_gemm
 from deepgemm_jit.runtime.steps import (
@@ -36,10 +36,12 @@ from deepgemm_jit.spec import (
     N_MAJOR,
     ROUTE,
     ROW_SCALES,
+    SCATTERED_ALIGNMENT,
     GemmProblem,
     KernelSpec,
     Layout,
     StepProblem,
+    scattered_rows,
     select,
     selected,
 )
@@ -47,6 +49,8 @@ from deepgemm_jit.spec import (
 Step = tuple[KernelSpec, Callable[[], Launch]]
 """A kernel, and what prepares its launch; that lasts until this thread prepares the next."""
 
+WIDE_ALIGNMENTS = (64, ALIGNMENT)
+"""Of groups for kernels whose tiles have at least 64 rows."""
 _WORKSPACE_ALIGNMENT_BYTES = 256
 
 
@@ -110,8 +114,8 @@ class Layer:
     """Weights of a layer's experts and what happens between the GEMMs; scales and static scales where they are FP8.
 
     Attributes:
-        serial: tells a layer that is prepared once, so that only its addresses can change, from all others; 0 for any other.
         tensors: all there are.
+        form: what a forward depends on beside their addresses, once it was asked for; of a layer that is kept, it cannot change.
     """
 
     up: torch.Tensor
@@ -124,8 +128,8 @@ class Layer:
     down_scales_rows: bool
     n_major: bool
     gating: Gating
-    serial: int = 0
     tensors: tuple[torch.Tensor, ...] = field(init=False)
+    form: tuple[object, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         given = self.up, self.up_scale, self.up_static, self.down, self.down_scale, self.down_static
@@ -133,7 +137,7 @@ class Layer:
 
     @property
     def narrow(self) -> bool:
-        """Whether groups may start at multiples of fewer than 64 rows: for tiles of few tokens, which want a scale per block."""
+        """Whether there are tiles of few tokens, which want a scale per block of weights."""
         return self.up_scale is not None and not (self.up_scales_rows or self.down_scales_rows)
 
 
@@ -155,17 +159,18 @@ class Buffers(NamedTuple):
 
 
 def alignment_for(pairs: int, experts: int, narrow: bool) -> tuple[int, int]:
-    """Return the alignment of groups, and the rows that selection counts on: those of pairs spread evenly.
+    """Return the alignment of groups, and the rows that selection counts on.
 
     Args:
         pairs: of token and choice.
         experts: of the layer.
-        narrow: kernels for tiles of few tokens serve it.
+        narrow: kernels for tiles of few tokens serve it, and any tile may reach beyond its group.
     """
+    if narrow:
+        return SCATTERED_ALIGNMENT, scattered_rows(pairs, experts)
     hit = min(pairs, experts)
     rows = checks.ceil_div(pairs, hit)
-    proposed = get_mk_alignment_for_contiguous_layout(rows)
-    alignment = proposed if narrow else max(proposed, NARROW_ALIGNMENTS[-1])
+    alignment = WIDE_ALIGNMENTS[rows > WIDE_ALIGNMENTS[0]]
     return alignment, hit * checks.round_up(rows, alignment)
 
 

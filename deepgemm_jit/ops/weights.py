@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from deepgemm_jit.ops.stacks import OPERATION, Stack, check_stacks, stack_for, t
 from deepgemm_jit.runtime.steps import Gate
 from deepgemm_jit.spec import arch_of
 
-_SERIALS = itertools.count(1)
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
 
@@ -81,7 +79,7 @@ class Experts:
         up, down = self.gate_up, self.down
         layer = Layer(
             up.weight, up.scale, up.activation_scale, down.weight, down.scale, down.activation_scale,
-            up.scale_kind == "row", down.scale_kind == "row", False, gating_for(self.activation, self.gated), next(_SERIALS),
+            up.scale_kind == "row", down.scale_kind == "row", False, gating_for(self.activation, self.gated),
         )  # fmt: skip
         object.__setattr__(self, "layer", layer)
 

@@ -1,6 +1,7 @@
 """Kernel specs, the closed kernel sets and selection. Pure: no files, no compiler, no driver."""
 
 from deepgemm_jit.spec.arch import ARCHES, Support, arch_named, arch_of, is_supported
+from deepgemm_jit.spec.cost import SCATTERED_ALIGNMENT, scattered_rows
 from deepgemm_jit.spec.kernel import (
     ACTIVATE,
     BF16_GEMM,
@@ -36,6 +37,7 @@ __all__ = [
     "ROUTE",
     "ROW_SCALES",
     "SCALE_LAYOUT",
+    "SCATTERED_ALIGNMENT",
     "TRANSPOSE",
     "Gap",
     "GemmProblem",
@@ -55,6 +57,7 @@ __all__ = [
     "limits_of",
     "reachable",
     "require_member",
+    "scattered_rows",
     "select",
     "selected",
     "try_gap",

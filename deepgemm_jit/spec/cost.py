@@ -1,8 +1,9 @@
-"""What a GEMM costs with each tile: a model of an H200 whose constants are fitted to ``bench/results/tiles.json``.
+"""What a GEMM costs with each tile: a model of an H200 whose constants are fitted to measurements.
 
-Three times overlap, and count as the root of the sum of their squares: what the persistent blocks compute (waves of tiles), what
-they read through the L2 cache, and what is read from memory. Fitted to 149 dense, contiguous (aligned to 128 rows) and masked
-problems, each timed with every tile and split; ``bench/tiles.py judge`` tells how far its choices are from the best ones.
+Three times overlap, and count as a power mean's sum (of squares, or nearer to the largest): what the persistent blocks compute
+(waves of tiles), what they read through the L2 cache, and what is read from memory. ``bench/results/tiles.json`` has 149 dense,
+contiguous (aligned to 128 rows) and masked problems, ``bench/results/scattered.json`` the GEMMs of experts forwards, each timed
+with every tile; ``judge`` of ``bench/tiles.py`` and of ``bench/scattered.py`` tells how far the choices are from the best ones.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ _COSTS: dict[tuple[str, tuple[str, ...]], dict[tuple[int, int, int], tuple[int, 
         (128, 192, 1): (485, 977),
         (256, 128, 2): (669, 1499),
     },
-    (FP8_GEMM_SWAP_AB, ()): {
-        (16, 64, 1): (87, 596),
-        (32, 64, 1): (105, 858),
-        (48, 64, 1): (123, 1120),
-    },
+    (FP8_GEMM_SWAP_AB, ()): {(16, 64, 1): (87, 596), (32, 64, 1): (105, 858)},
     (FP8_GEMM, (ROW_SCALES,)): {(64, 128, 1): (220, 480), (128, 128, 1): (420, 770)},
     (BF16_GEMM, ()): {(64, 128, 1): (168, 480), (128, 128, 1): (290, 770), (128, 256, 1): (560, 1400)},
     (BF16_GEMM, (N_MAJOR,)): {(64, 128, 1): (168, 480), (128, 128, 1): (290, 770), (128, 256, 1): (560, 1400)},
@@ -48,11 +45,39 @@ _SPLIT_NS = {1: 0, 2: 1060, 4: 1135}
 _SHARED_SM = 0.791
 """Time of two blocks that share an SM over that of one after the other."""
 
-_L2_BYTES_PER_NS = 19300
-_MEMORY_BYTES_PER_NS = 4050
 
-_CLUSTER_MEMORY = 1.07
-"""Time to read B where the blocks of a cluster share A, over that where each block waits for its own tiles only."""
+class _Rates(NamedTuple):
+    """How fast things go.
+
+    Attributes:
+        k_block: factor of the time of a k-block.
+        tile: factor of that of a tile.
+        l2: bytes per ns through L2.
+        memory: bytes per ns.
+        cluster: time to read B where the blocks of a cluster share A, over that where each block waits for its own tiles only.
+        power: of the mean.
+        whole_waves: the last wave takes as long as a full one.
+    """
+
+    k_block: float
+    tile: float
+    l2: float
+    memory: float
+    cluster: float
+    power: float
+    whole_waves: bool
+
+
+_ALONE = _Rates(1.0, 1.0, 19300, 4050, 1.07, 2.0, True)
+"""With cold weights, and nothing before or after it."""
+
+_IN_TURN = _Rates(1.31, 0.73, 10600, 4560, 0.91, 3.7, False)
+"""Between the steps of an experts forward, which overlap; weights are read as what leaves L2 first."""
+
+SCATTERED_ALIGNMENT = 16
+"""Multiples of rows at which groups start whose rows are scattered."""
+
+_UNLIKELY = 1e-3
 
 _LEAST_K_BLOCKS = 4
 """Of one part of a split K: fewer are not worth the exchange."""
@@ -79,23 +104,33 @@ class Option(NamedTuple):
 
     def load(self, work: Work, rows: int) -> Load:
         """Return what a problem with ``rows`` rows, of each group if the layout is masked, costs whatever the SM count."""
-        tiles = -(-rows // self.block_m) * -(-work.n // self.columns) * work.stacked
-        wave_ns = -(-work.k_blocks // self.split_k) * self.k_block_ns + self.tile_ns
-        cached = tiles * work.k_blocks * (self.block_m + self.columns) * (BLOCK_K_BYTES / _L2_BYTES_PER_NS)
-        memory = work.memory_ns if self.spec.cluster == 1 else work.memory_ns * _CLUSTER_MEMORY
-        return Load(tiles, self.blocks, self.per_sm, wave_ns, cached * cached + memory * memory, _SPLIT_NS[self.split_k])
+        rates, read_bytes = _ALONE, float(work.b_bytes)
+        row_blocks: float = -(-rows // self.block_m)
+        if work.scattered:
+            hit = min(work.scattered, -(-rows // SCATTERED_ALIGNMENT))
+            row_blocks = hit * _row_blocks(rows, hit, self.block_m)
+            rates, read_bytes = _IN_TURN, read_bytes * hit / work.scattered
+        tiles = row_blocks * -(-work.n // self.columns) * work.stacked
+        k_blocks = -(-work.k_blocks // self.split_k)
+        wave_ns = k_blocks * self.k_block_ns * rates.k_block + self.tile_ns * rates.tile
+        cached_ns = tiles * work.k_blocks * (self.block_m + self.columns) * BLOCK_K_BYTES / rates.l2
+        read_ns = read_bytes / rates.memory * (1.0 if self.spec.cluster == 1 else rates.cluster)
+        moved = cached_ns**rates.power + read_ns**rates.power
+        return Load(tiles, self.blocks, self.per_sm, wave_ns, moved, rates.power, rates.whole_waves, _SPLIT_NS[self.split_k])
 
 
 class Load(NamedTuple):
     """An option on a problem of given rows."""
 
-    tiles: int
+    tiles: float
     blocks: int
     """Of the cluster that takes a tile."""
     per_sm: int
-    wave_ns: int
-    moved_ns_squared: float
-    """Of reads through L2 and of memory."""
+    wave_ns: float
+    moved: float
+    """Sum of the powers of the times to read through L2 and from memory."""
+    power: float
+    whole_waves: bool
     split_ns: int
 
     def costs_ns(self, sms_counts: Iterable[int], whole: bool) -> list[float]:
@@ -107,11 +142,10 @@ class Load(NamedTuple):
             if not clusters:
                 costs.append(math.inf)
                 continue
-            waves = float(-(-self.tiles // clusters))
+            waves = float(-(-self.tiles // clusters)) if self.whole_waves else max(self.tiles / clusters, 1.0)
             if per_sm == 2:  # two at a time, unless one per SM is all there is
                 waves = 1.0 if self.tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
-            computed = waves * self.wave_ns
-            costs.append(math.sqrt(computed * computed + self.moved_ns_squared) + self.split_ns)
+            costs.append(((waves * self.wave_ns) ** self.power + self.moved) ** (1.0 / self.power) + self.split_ns)
         return costs
 
 
@@ -122,13 +156,40 @@ class Work(NamedTuple):
     k_blocks: int
     stacked: int
     """Groups that each have the rows, 1 unless masked."""
-    memory_ns: float
-    """To read B once."""
+    b_bytes: int
+    scattered: int
+    """Groups over which rows are spread as chance will have it, 0 if none are."""
 
     @classmethod
-    def of(cls, n: int, k_bytes: int, groups: int, *, masked: bool) -> Work:
+    def of(cls, n: int, k_bytes: int, groups: int, *, masked: bool = False, scattered: bool = False) -> Work:
         """Return the work of ``groups`` matrices B of ``n`` rows of ``k_bytes`` bytes."""
-        return cls(n, -(-k_bytes // BLOCK_K_BYTES), groups if masked else 1, n * k_bytes * groups / _MEMORY_BYTES_PER_NS)
+        k_blocks = -(-k_bytes // BLOCK_K_BYTES)
+        return cls(n, k_blocks, groups if masked else 1, n * k_bytes * groups, groups if scattered else 0)
+
+
+def _row_blocks(rows: int, groups: int, block: int) -> float:
+    """Return the row blocks to expect in each of some groups, none empty, that hold ``rows`` rows with their padding.
+
+    Rows come as tokens choose experts: their number has a Poisson distribution, here its normal approximation.
+    """
+    padded = -(-rows // SCATTERED_ALIGNMENT) * SCATTERED_ALIGNMENT / groups
+    mean = padded - (SCATTERED_ALIGNMENT - 1) / 2
+    spread = math.sqrt(mean)
+    whole = max(int((mean - 4 * spread) / block), 0)  # as good as sure
+    found = 1.0 + whole
+    while True:
+        whole += 1
+        more = 0.5 * math.erfc((whole * block + 0.5 - mean) / (spread * math.sqrt(2.0)))
+        if more < _UNLIKELY:
+            return found
+        found += more
+
+
+def scattered_rows(rows: int, groups: int) -> int:
+    """Return the rows, with their padding, to expect in all groups among which ``rows`` rows are scattered."""
+    hit = min(rows, groups)
+    evenly_padded = rows + round(hit * (SCATTERED_ALIGNMENT - 1) / 2)
+    return round(hit * SCATTERED_ALIGNMENT * _row_blocks(evenly_padded, hit, SCATTERED_ALIGNMENT))
 
 
 @cache

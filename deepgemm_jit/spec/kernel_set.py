@@ -56,7 +56,7 @@ GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
         Tile(256, 128, cluster=2),
     ),
     (FP8_GEMM, (ROW_SCALES,)): (Tile(64, 128), Tile(128, 128)),
-    (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64), Tile(48, 64)),
+    (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64)),
     (BF16_GEMM, ()): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
     (BF16_GEMM, (N_MAJOR,)): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
 }
@@ -124,7 +124,7 @@ def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int,
     if family == FP8_GEMM_SWAP_AB:
         # Scales start at multiples of 128 bytes, and each stage has its barriers; partial sums of 64 rows per consumer, and
         # padded strips of 8 rows x 16 columns.
-        stage += -(-block_m * 4 // 128) * 128 + 3 * 8
+        stage += max(block_m * 4, 128) + 3 * 8
         exchange = _consumers(block_n) * (64 * 4 * block_m + 4 * 8 * 48) + 2 * 8
         return 1024 + stages * stage + exchange + _GROUP_TABLE_BYTES
     if family == FP8_GEMM:

@@ -58,7 +58,7 @@ def try_gap(problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, a
 
 def intervals(seen: Weighed, max_m: int) -> list[tuple[int, int]]:
     """Return the first and last M of the intervals in which selection looks at the same: they end where a tile is full."""
-    firsts = {1, *range(ROWS_STEP + 1, MOST_ROWS, ROWS_STEP)}
+    firsts = {1, *range(ROWS_STEP + 1, MOST_ROWS, seen.rows_step)}
     for option, fewest, most in seen.options:
         full = range((fewest - 1) // option.block_m * option.block_m + 1, min(most, ROWS_STEP) + 1, option.block_m)
         firsts |= {fewest, most + 1, *full}
@@ -83,7 +83,7 @@ def _gap(seen: Weighed, planned: frozenset[KernelSpec], max_m: int, arch_sms: tu
         return None  # selection has nothing else to give
     for first, last in intervals(seen, max_m):
         at_first = looked_at(seen, first)
-        fewest_rows, most_rows = counted_rows(first), counted_rows(last)
+        fewest_rows, most_rows = (counted_rows(m, seen.rows_step) for m in (first, last))
         between = [option for option, fewest, most in seen.options if fewest <= most_rows and fewest_rows <= most]
         if at_first != looked_at(seen, last) or between != [option for option, _load in at_first]:
             return Gap(first, f"selection changes between M = {first} and {last}, where it was taken to be the same")

@@ -82,15 +82,19 @@ def choices(problem: GemmProblem, limits: Limits) -> Iterator[Selected]:
 _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
+_ANY = -1
+"""Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
+
 ROWS_STEP = 8192
+_SCATTERED_STEP = 1024
 MOST_ROWS = 16 * ROWS_STEP
 """Above the step rows count as its next multiple, and above the most as the most: many waves, whose last one matters little."""
 
 
-def counted_rows(m: int) -> int:
+def counted_rows(m: int, step: int) -> int:
     """Return what M counts as; never falls as M grows."""
     rows = max(m, 1)
-    return rows if rows <= ROWS_STEP else min(-(-rows // ROWS_STEP) * ROWS_STEP, MOST_ROWS)
+    return rows if rows <= ROWS_STEP else min(-(-rows // step) * step, MOST_ROWS)
 
 
 @cache
@@ -105,13 +109,20 @@ class Weighed(NamedTuple):
     options: tuple[tuple[Option, int, int], ...]
     """Each with the fewest and most rows for which it is looked at."""
 
+    @property
+    def rows_step(self) -> int:
+        """Multiples as which rows count above :data:`ROWS_STEP`: small where they are those of many groups."""
+        return _SCATTERED_STEP if self.work.scattered else ROWS_STEP
+
 
 def weighed(problem: GemmProblem, arch: str) -> Weighed:
     """Return what selection weighs for ``problem``, which it does not check."""
     k_bytes = problem.k * (1 if problem.dtypes[0] == "e4m3" else 2)
-    work = Work.of(problem.n, k_bytes, problem.groups, masked=problem.layout is Layout.MASKED)
-    aligned = problem.layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
-    found = _options(arch, problem.dtypes, problem.variant, problem.alignment if aligned else 0)
+    scattered = problem.layout is Layout.PREFIX_SUMS and problem.alignment % 64 != 0
+    masked = problem.layout is Layout.MASKED
+    work = Work.of(problem.n, k_bytes, problem.groups, masked=masked, scattered=scattered)
+    alignment = 0 if masked or problem.layout is Layout.DENSE else _ANY if scattered else problem.alignment
+    found = _options(arch, problem.dtypes, problem.variant, alignment)
     return Weighed(work, tuple(each for each in found if each[0].is_worth(work.k_blocks)))
 
 
@@ -123,8 +134,11 @@ def _options(
     found = []
     for option in options(arch, _families(dtypes, variant), variant):
         swapped = option.spec.family == FP8_GEMM_SWAP_AB
-        if alignment:
-            # A tile must not reach into the next group. Where groups start at multiples of 64, tokens fill the rows of a product.
+        if alignment == _ANY:
+            found.append((option, 1, MOST_ROWS))
+        elif alignment:
+            # A tile must not reach into the next group, whose rows it would take for its own. Where groups start at multiples of
+            # 64, tokens fill the rows of a product.
             if alignment % option.block_m == 0 and swapped == (alignment % 64 != 0):
                 found.append((option, 1, MOST_ROWS))
         elif swapped:
@@ -136,7 +150,7 @@ def _options(
 
 def looked_at(seen: Weighed, m: int) -> list[tuple[Option, Load]]:
     """Return the options that M allows, each with what it costs; M shows in nothing else that selection looks at."""
-    rows = counted_rows(m)
+    rows = counted_rows(m, seen.rows_step)
     return [(option, option.load(seen.work, rows)) for option, fewest, most in seen.options if fewest <= rows <= most]
 
 

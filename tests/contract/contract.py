@@ -42,7 +42,7 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
     maps = 4 if row_scales else 3  # A, B, A scales, B scales per row
     return {
         f"QGMMA.64x{block_n}x32.F32.E4M3.E4M3": issues * block_k // 32,
-        "UTMALDG.3D": maps,
+        "UTMALDG.3D": maps + 1,  # B as what is read once, or as usual
         "UTMACCTL.PF": maps,
         "LDGSTS": 0 if row_scales else 1 if 128 % block_n == 0 else 2,  # B scales that a tile meets
         "LDS.64": block_n // 8 if row_scales else 0,  # B scales of two columns each

@@ -55,7 +55,7 @@ MUTATIONS = {
         r"for (uint32_t k = 0; k + 1 < \1; ++k)",
         ["12 QGMMA"],
     ),
-    "a load missing": (_spec(FP8_GEMM, 128, 128), r"load_box\([^;]*scales[^;]*;", "", ["2 UTMALDG"]),
+    "a load missing": (_spec(FP8_GEMM, 128, 128), r"load_box\([^;]*scales[^;]*;", "", ["3 UTMALDG"]),
     "no launch bound": (_spec(FP8_GEMM, 128, 128), r"__launch_bounds__\([^)]*\)", "", ["registers, at most 168", "C7508"]),
     "narrow loads": (
         _spec(CAST_TO_FP8),

@@ -14,7 +14,7 @@ from deepgemm_jit.frontend import sources, wgmma
 from deepgemm_jit.frontend.render import _environment
 from deepgemm_jit.resources import data_dir
 
-CACHES = (render_of_the_package, _environment, sources._device_headers, wgmma._text_of, wgmma.wrapper_for)
+CACHES = (render_of_the_package, _environment, sources._device_headers, wgmma._header, wgmma.wrapper_for)
 
 
 @pytest.fixture
@@ -38,11 +38,7 @@ def kernels_src(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def cutlass(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Install a cutlass package of a given header (None: the file is missing), found before the real one.
-
-    The header of the less usual widths is the real one.
-    """
-    widths = wgmma.header_path(wgmma.WIDTHS_HEADER).read_bytes()
+    """Install a cutlass package of a given header (None: the file is missing), found before the real one."""
 
     def install(header: bytes | None, *, recorded: bool = True) -> Path:
         site = tmp_path / "site packages"
@@ -50,13 +46,10 @@ def cutlass(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         path.parent.mkdir(parents=True)
         if header is not None:
             path.write_bytes(header)
-        (site / "somewhere/include" / wgmma.WIDTHS_HEADER).write_bytes(widths)
         info = site / "nvidia_cutlass-9.9.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {wgmma.PACKAGE}\nVersion: 9.9\n")
-        (info / "RECORD").write_text(
-            "".join(f"somewhere/include/{name},,\n" for name in (wgmma.HEADER, wgmma.WIDTHS_HEADER) if recorded)
-        )
+        (info / "RECORD").write_text(f"somewhere/include/{wgmma.HEADER},,\n" if recorded else "")
         monkeypatch.syspath_prepend(site)
         return path
 

@@ -110,7 +110,7 @@ struct Fp8Gemm1d2d {
     __device__ static void produce(const Maps& maps, const Fp8GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
         const uint32_t last_scale_row = ceil_div(arguments.shape.n, kScaleBlock) - 1;
         const bool issues = elect_one();
-        const uint64_t policy = cache_policy(arguments.reads_b_once != 0);
+        const uint64_t policy = evict_first();
         const uint32_t share =
             kCluster > 1 ? cluster_rank() * (kBlockM / kCluster) : 0;  // of the rows of A, that this block loads
         Ring ring;
@@ -129,8 +129,11 @@ struct Fp8Gemm1d2d {
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
                 if (issues) {
                     barrier_arrive_expect(full, kBytesA + kBytesB + kBytesScales + kBytesRowScales);
-                    load_box(maps.b, full, base + kOffsetB + ring.stage * kBytesB, block * kBlockK, tile.column, tile.group,
-                             policy);
+                    const uint32_t b = base + kOffsetB + ring.stage * kBytesB;
+                    if (arguments.reads_b_once)
+                        load_box(maps.b, full, b, block * kBlockK, tile.column, tile.group, policy);
+                    else
+                        load_box(maps.b, full, b, block * kBlockK, tile.column, tile.group);
                     if constexpr (kCluster == 1) {
                         load_box(maps.a, full, base + ring.stage * kBytesA, block * kBlockK, tile.row, tile.a_group);
                     } else {

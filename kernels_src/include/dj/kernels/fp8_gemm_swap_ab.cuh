@@ -26,7 +26,7 @@ struct Fp8GemmSwapAb {
 
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kBlockN * kBlockK;
-    static constexpr uint32_t kBytesScales = ceil_div(kBlockM * 4, 128) * 128;  // boxes start at multiples of 128 bytes
+    static constexpr uint32_t kBytesScales = max_of(kBlockM * 4, 128);  // boxes start at multiples of 128 bytes
     static constexpr uint32_t kChunks = kBlockM / 8;                    // of 8 tokens: 4 values of a lane, 512 bytes of a warp
     static constexpr uint32_t kBytesChunk = kWarp * 16;
     static constexpr uint32_t kBytesPartials = kConsumerWarps * kChunks * kBytesChunk;
@@ -86,7 +86,7 @@ struct Fp8GemmSwapAb {
         Scheduler scheduler(arguments.shape, groups, blockIdx.x / split, gridDim.x / split);
         const Part part = part_of(arguments.k_blocks, split);
         if (warp == kWeightsWarp) {
-            stream_weights(map_b, cache_policy(arguments.reads_b_once != 0), scheduler, part, base);
+            stream_weights(map_b, scheduler, part, base);
         } else if (warp == kTokensWarp) {
             if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
             stream_tokens(map_a, map_a_scales, arguments, scheduler, part, base);
@@ -113,9 +113,9 @@ struct Fp8GemmSwapAb {
     // Tiles start at different k-blocks, each always at the same: all blocks would otherwise ask for the same few lines of A at once.
     __device__ static uint32_t first_block(const Tile& tile, const Part& part) { return tile.column / kBlockN % part.count; }
 
-    __device__ static void stream_weights(const TensorMap& map_b, uint64_t policy, Scheduler& scheduler, const Part& part,
-                                          uint32_t base) {
+    __device__ static void stream_weights(const TensorMap& map_b, Scheduler& scheduler, const Part& part, uint32_t base) {
         const bool issues = elect_one();
+        const uint64_t policy = evict_first();
         Ring ring;
         Tile tile;
         while (scheduler.next(tile)) {

@@ -65,8 +65,13 @@ def measure(path: Path) -> int:
     rows = []
     for name, (count, hidden, intermediate) in LAYERS.items():
         layer = Layer(name, count, hidden, intermediate, TOP_K)
-        weights = [torch.randint(-60, 60, shape, dtype=torch.int8, device="cuda").view(torch.float8_e4m3fn)
-                   for shape in ((count, 2 * intermediate, hidden), (count, hidden, intermediate))]  # fmt: skip
+        weights = [
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+            for shape in ((count, 2 * intermediate, hidden), (count, hidden, intermediate))
+        ]
+        for weight in weights:
+            for expert in weight:
+                expert.copy_(torch.randn(expert.shape, dtype=torch.bfloat16, device="cuda"))
         scales = [torch.rand((count, -(-w.shape[1] // 128), -(-w.shape[2] // 128)), device="cuda") for w in weights]
         experts = ops.prepare_experts(*weights, *scales)
         for each in ROWS:

@@ -97,10 +97,10 @@ def _experts(
     layer: Layer,
     activation: Activation,
 ) -> torch.Tensor:
-    tokens = hidden, topk_index, topk_weights
-    plain = are_plain(tokens) and (layer.form is not None or are_plain(layer.tensors))
-    if activation.callback is None and plain and hidden.is_cuda and not is_watched():
-        return forward(hidden, topk_index, topk_weights, layer)
+    if activation.callback is None and not is_watched():
+        known_plain = layer.form is not None
+        if are_plain((hidden, topk_index, topk_weights)) and hidden.is_cuda and (known_plain or are_plain(layer.tensors)):
+            return forward(hidden, topk_index, topk_weights, layer)
     checks.require_tensors(operation, hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
     projected, rows, ends = experts_up(hidden, topk_index, topk_weights, layer)
     if activation.callback is not None:

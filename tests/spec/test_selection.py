@@ -75,7 +75,7 @@ def test_any_valid_problem_gets_a_kernel_of_the_set(layout: Layout, sms: int) ->
         spec = select(problem, limits)
         assert spec in members, problem
         assert (spec.dtypes, spec.flags) == (problem.dtypes, problem.variant)
-        # Where ends are known, and groups start at any multiple of 16 rows, a tile keeps nothing of the group that it reaches into.
+        # Where ends are known and groups start at any multiple of 16 rows, a tile keeps nothing of a group that it reaches into.
         if layout is Layout.CONTIGUOUS or (layout is Layout.PREFIX_SUMS and problem.alignment % 64 == 0):
             assert problem.alignment % spec.block[0] == 0, f"a tile of {spec.name} spans two groups of {problem}"
         chosen.add(spec)

@@ -1,7 +1,8 @@
 """One layer's experts forward on one Hopper GPU: this package, transformers with DeepGEMM, and bf16 grouped_mm, in one process.
 
-Every forward is compared with float64 on some tokens before it is timed: eagerly and by what a call costs the host, each side by
-itself, and as a replayed CUDA graph, in turn. The ratio is our graph's time over that of bf16 grouped_mm: below 1 we are faster.
+Every forward is compared with float64 on some tokens before it is timed: eagerly, by what a call costs the host, and as a
+replayed CUDA graph. Sides are timed in turn, each some times in a row; the first of a row, which finds caches and TLBs full of
+the other side's operands, is told apart. The ratio is our graph's time over that of bf16 grouped_mm: below 1 we are faster.
 Processes of their own measure the first forward, on an empty store and on a warm one. Exit status: 0, or 1 for a wrong result.
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ CHECKED_TOKENS = 16
 LARGEST_ERROR = 0.06
 """Frobenius norm of the difference over that of the reference, whose activations are not quantized: E4M3 alone costs 0.03."""
 FIRST_LIMIT_S = 120
+IN_A_ROW = 8
+"""Calls of a side before it is the next one's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +203,35 @@ def _module(layer: Layer, **tensors: torch.Tensor) -> SimpleNamespace:
 # --- times
 
 
-def in_turn(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Return the median device time of each call in microseconds, the calls in turn; the host is waited for before each."""
-    times: list[list[float]] = [[] for _ in calls]
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians of a call's device time in microseconds."""
+
+    first_us: float
+    """Right after another side, whose operands are in the caches and whose pages are in the TLBs."""
+    us: float
+    """After a call of its own."""
+
+
+def in_turn(calls: Sequence[Callable[[], object]], seconds: float) -> list[Times]:
+    """Time calls in turn, each some times in a row; the host is waited for before each."""
+    firsts: list[list[float]] = [[] for _ in calls]
+    others: list[list[float]] = [[] for _ in calls]
     for call in calls:
         for _ in range(3):
             call()
-    torch.cuda.synchronize()
     end_at = time.perf_counter() + seconds
-    while len(times[0]) < 10 or time.perf_counter() < end_at:
-        for call, some in zip(calls, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            some.append(start.elapsed_time(end) * 1e3)
-    return [statistics.median(some) for some in times]
+    while len(firsts[0]) < 5 or time.perf_counter() < end_at:
+        for call, first, other in zip(calls, firsts, others, strict=True):
+            for at in range(IN_A_ROW):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                (other if at else first).append(start.elapsed_time(end) * 1e3)
+    return [Times(statistics.median(first), statistics.median(other)) for first, other in zip(firsts, others, strict=True)]
 
 
 def host_us(call: Callable[[], object], rounds: int = 20) -> float:
@@ -340,7 +355,7 @@ def measure(layer: Layer, seconds: float, counts: Sequence[int], beside: Sequenc
         eager = [
             in_turn([call], seconds)[0] for call in calls.values()
         ]  # each alone, as in a server: its code stays in the caches
-        row |= {f"{name}_eager_us": round(us, 2) for name, us in zip(calls, eager, strict=True)}
+        row |= _times("eager", calls, eager)
         row |= {f"{name}_host_us": round(host_us(call), 2) for name, call in calls.items()}
         replays = {}
         for name, call in calls.items():
@@ -349,9 +364,10 @@ def measure(layer: Layer, seconds: float, counts: Sequence[int], beside: Sequenc
             except RuntimeError as error:  # a forward that reads something back cannot be captured
                 row[f"{name}_graph_fault"] = str(error)[:300]
         graphs = in_turn(list(replays.values()), seconds)
-        row |= {f"{name}_graph_us": round(us, 2) for name, us in zip(replays, graphs, strict=True)}
+        row |= _times("graph", replays, graphs)
         if {"ours", "bf16"} <= replays.keys():
             row["ratio"] = round(row["ours_graph_us"] / row["bf16_graph_us"], 4)
+            row["ratio_first"] = round(row["ours_graph_first_us"] / row["bf16_graph_first_us"], 4)
         if count == MEMORY_TOKENS:
             row |= {f"{name}_extra_bytes": extra_bytes(call) for name, call in calls.items()}
         if "ours" in replays:
@@ -361,9 +377,16 @@ def measure(layer: Layer, seconds: float, counts: Sequence[int], beside: Sequenc
     return rows
 
 
+def _times(way: str, names: Iterable[str], times: Sequence[Times]) -> dict[str, float]:
+    row = {}
+    for name, of_one in zip(names, times, strict=True):
+        row |= {f"{name}_{way}_us": round(of_one.us, 2), f"{name}_{way}_first_us": round(of_one.first_us, 2)}
+    return row
+
+
 TABLE = Table(
     ("layer", 24), ("tokens", 6), ("error", 8), ("ours us", 9), ("host", 7), ("graph", 9), ("bf16 us", 9), ("graph", 9),
-    ("DeepGEMM us", 11), ("graph", 9), ("ratio", 6),
+    ("DeepGEMM us", 11), ("graph", 9), ("ratio", 6), ("first", 6),
 )  # fmt: skip
 
 
@@ -371,7 +394,8 @@ def print_row(row: dict[str, Any]) -> None:
     error = row.get("ours_error")
     keys = ("ours_eager_us", "ours_host_us", "ours_graph_us", "bf16_eager_us", "bf16_graph_us", "deep_gemm_eager_us")
     times = [number(row.get(key)) for key in (*keys, "deep_gemm_graph_us")]
-    TABLE.row(row["layer"], row["tokens"], "-" if error is None else f"{error:.1e}", *times, number(row.get("ratio"), 3))
+    TABLE.row(row["layer"], row["tokens"], "-" if error is None else f"{error:.1e}", *times,
+              number(row.get("ratio"), 3), number(row.get("ratio_first"), 3))  # fmt: skip
     for key, value in row.items():
         if key.endswith("fault"):
             print(f"    {key}: {value}")

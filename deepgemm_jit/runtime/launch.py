@@ -18,6 +18,8 @@ _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
 _SCALE_BYTES = 4
 _CLOSE_ROW_BLOCKS = 2
 """Row blocks of a group that read the same columns of B at about the same time."""
+_FEW_BYTES = 32 * 2**20
+"""Of the groups that can be hit: the next forward may hit the same, and finds them in the 50 MB of L2."""
 _N_MAJOR_BOX = 64
 """Columns of one box of an N-major B: 128 bytes of bf16."""
 
@@ -90,11 +92,20 @@ def prepare_gemm(
         boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
-        row_blocks = -(-call.m * a_groups // (call.groups * block_m))  # of a group, about
-        layout, head, tail = _FP8_GEMM, b_scales, (row_blocks <= _CLOSE_ROW_BLOCKS, waits_for_tokens)
+        layout, head, tail = _FP8_GEMM, b_scales, (_reads_b_once(call, block_m), waits_for_tokens)
     values = (*head, *call.d, *shape, k_blocks, *tail)
     params = lay_out(layout, values, [maps.map_for(box) for box in boxes])
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)
+
+
+def _reads_b_once(call: GemmCall, block_m: int) -> bool:
+    """Return whether L2 need not keep B: no other block reads a part of it later, and no forward that follows at once."""
+    if call.layout is Layout.MASKED:
+        return call.m <= _CLOSE_ROW_BLOCKS * block_m
+    if call.m > _CLOSE_ROW_BLOCKS * block_m * call.groups:
+        return False
+    hit = min(call.groups, -(-call.m // call.alignment))
+    return call.layout is Layout.DENSE or hit * call.n * call.k > _FEW_BYTES
 
 
 def _given(matrices: Matrices | None) -> Matrices:

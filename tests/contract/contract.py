@@ -59,7 +59,7 @@ def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
     chunks = block_m // 8
     return {
         f"QGMMA.64x{block_m}x32.F32.E4M3.E4M3": 4 * block_k // 32,
-        "UTMALDG.3D": 3,
+        "UTMALDG.3D": 4,  # B as what is read once, or as usual
         "UTMACCTL.PF": 3,
         "LDGSTS": 1,
         "STAS.128": chunks,

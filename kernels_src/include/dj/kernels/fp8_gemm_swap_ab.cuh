@@ -86,7 +86,7 @@ struct Fp8GemmSwapAb {
         Scheduler scheduler(arguments.shape, groups, blockIdx.x / split, gridDim.x / split);
         const Part part = part_of(arguments.k_blocks, split);
         if (warp == kWeightsWarp) {
-            stream_weights(map_b, scheduler, part, base);
+            stream_weights(map_b, arguments.reads_b_once != 0, scheduler, part, base);
         } else if (warp == kTokensWarp) {
             if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
             stream_tokens(map_a, map_a_scales, arguments, scheduler, part, base);
@@ -113,7 +113,7 @@ struct Fp8GemmSwapAb {
     // Tiles start at different k-blocks, each always at the same: all blocks would otherwise ask for the same few lines of A at once.
     __device__ static uint32_t first_block(const Tile& tile, const Part& part) { return tile.column / kBlockN % part.count; }
 
-    __device__ static void stream_weights(const TensorMap& map_b, Scheduler& scheduler, const Part& part, uint32_t base) {
+    __device__ static void stream_weights(const TensorMap& map_b, bool once, Scheduler& scheduler, const Part& part, uint32_t base) {
         const bool issues = elect_one();
         const uint64_t policy = evict_first();
         Ring ring;
@@ -129,8 +129,11 @@ struct Fp8GemmSwapAb {
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
                 if (issues) {
                     barrier_arrive_expect(full, kBytesB);
-                    load_box(map_b, full, base + kOffsetB + ring.stage * kBytesB, k * kBlockK, tile.column, tile.group,
-                             policy);
+                    const uint32_t b = base + kOffsetB + ring.stage * kBytesB;
+                    if (once)
+                        load_box(map_b, full, b, k * kBlockK, tile.column, tile.group, policy);
+                    else
+                        load_box(map_b, full, b, k * kBlockK, tile.column, tile.group);
                 }
                 __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
             }

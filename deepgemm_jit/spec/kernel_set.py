@@ -49,6 +49,7 @@ _BF16_TILES = (
     Tile(128, 256, cluster=2),
     Tile(256, 128, cluster=2),
 )
+"""Whichever way B lies."""
 
 # 64-row tiles keep one consumer warpgroup busy while weights stream, narrow ones so that every SM has a tile; 128-row tiles feed
 # two, and 256 rows are two products per warpgroup. 192 columns cost the least shared-memory traffic per product that 128 rows

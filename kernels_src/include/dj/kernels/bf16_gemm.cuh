@@ -18,7 +18,7 @@ struct Bf16GemmArguments {
 
 template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, uint32_t kCluster, bool kNMajorB, class Product>
 struct Bf16Gemm {
-    static constexpr uint32_t kBlockK = 64;  // 128 bytes
+    static constexpr uint32_t kBlockK = 64;                          // 128 bytes
     static constexpr uint32_t kConsumers = kBlockM >= 128 ? 2 : 1;   // warpgroups
     static constexpr uint32_t kWaves = kBlockM / (64 * kConsumers);  // products of 64 rows per warpgroup
     static constexpr uint32_t kThreads = (kConsumers + 1) * kWarpgroup;

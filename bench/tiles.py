@@ -149,7 +149,7 @@ def fit(path: Path) -> int:
         def error(constants: tuple[int, int], option: Option = option, timed: Any = timed) -> float:
             tried = option._replace(k_block_ns=constants[0], tile_ns=constants[1])
             return math.sqrt(math.fsum(
-                math.log(tried.load(work, rows_of(row)).cost_ns(result["sms"], whole=True) / (us * 1e3)) ** 2
+                math.log(tried.load(work, rows_of(row)).costs_ns([result["sms"]], whole=True)[0] / (us * 1e3)) ** 2
                 for work, row, us in timed
             ) / len(timed))  # fmt: skip
 

@@ -13,7 +13,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,11 @@ from problems import (
     sample,
     shapes,
 )
+from tiles import problem_of, tile_of
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import DeepGemmJitError
-from deepgemm_jit.spec import GemmProblem, Layout, Limits, arch_of, limits_of, select
+from deepgemm_jit.spec import Limits, arch_of, limits_of, select
 
 Call = Callable[[], object]
 
@@ -54,6 +55,14 @@ BASELINE_SHARE = 0.2
 
 SAMPLE = "sample"
 """Name of the shapes that are drawn, among the kinds."""
+
+PEER_NAMES = {
+    "fp8_gemm_nt": ("fp8_gemm_nt", "fp8_fp4_gemm_nt"),
+    "m_grouped_fp8_gemm_nt_contiguous": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
+    "m_grouped_fp8_gemm_nt_masked": ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
+    "get_mn_major_tma_aligned_tensor": ("get_mn_major_tma_aligned_tensor",),
+}
+"""Functions of ours, and under which names DeepGEMM has had them."""
 
 PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cutlass")
 
@@ -140,16 +149,10 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def try_peer() -> SimpleNamespace | None:
+def try_peer(names: Mapping[str, tuple[str, ...]] = PEER_NAMES) -> SimpleNamespace | None:
     """Return DeepGEMM's functions under the names that this package shares with it, or None with a line that says why."""
     try:
         module = importlib.import_module("deep_gemm")
-        names = {
-            "fp8_gemm_nt": ("fp8_gemm_nt", "fp8_fp4_gemm_nt"),
-            "m_grouped_fp8_gemm_nt_contiguous": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-            "m_grouped_fp8_gemm_nt_masked": ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
-            "get_mn_major_tma_aligned_tensor": ("get_mn_major_tma_aligned_tensor",),
-        }
         functions = {
             ours: next(getattr(module, name) for name in theirs if hasattr(module, name)) for ours, theirs in names.items()
         }
@@ -213,12 +216,12 @@ def measure(
     shape: Shape, limits: Limits, peer: SimpleNamespace | None, flush: torch.Tensor, seconds: float, *, baselines: bool
 ) -> Row:
     """Check and time one shape."""
-    row = Row(shape, _tile(shape, limits))
+    row = Row(shape, tile_of(select(problem_of(shape), limits)))
     x = random_operands(shape, flush.device)
     outputs = [empty_output(shape, x)]
     try:
         ours = gemm_call(ops, shape, x, outputs[0])
-        row.ours_first_s = _first_call_s(ours)
+        row.ours_first_s = first_call_s(ours)
     except DeepGemmJitError as error:
         row.fault = f"ours: {error}"
         return row
@@ -227,7 +230,7 @@ def measure(
         try:
             out = empty_output(shape, x)
             theirs = gemm_call(peer, shape, x, out)
-            row.peer_first_s = _first_call_s(theirs)
+            row.peer_first_s = first_call_s(theirs)
             outputs.append(out)
         except RuntimeError as error:
             row.fault = f"DeepGEMM: {error}"
@@ -252,23 +255,18 @@ def measure(
     return row
 
 
-def _first_call_s(call: Call) -> float:
+def first_call_s(call: Call) -> float:
+    """Return the seconds of a call and of what it does on the device."""
     started = time.perf_counter()
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
-def _limits() -> Limits:
+def this_device() -> Limits:
+    """Return the limits of the current device."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return limits_of(arch_of((device.major, device.minor)).name, device.multi_processor_count)
-
-
-def _tile(shape: Shape, limits: Limits) -> str:
-    layouts = {"dense": Layout.DENSE, "contiguous": Layout.CONTIGUOUS, "masked": Layout.MASKED}
-    m = shape.rows * shape.groups if shape.kind == "contiguous" else shape.rows
-    spec = select(GemmProblem(m, shape.n, shape.k, shape.groups, layouts[shape.kind]), limits)
-    return f"{'x'.join(str(size) for size in spec.block[:2])} s{spec.stages}" + (f" c{spec.cluster}" if spec.cluster > 1 else "")
 
 
 def print_row(table: Table, row: Row) -> None:
@@ -361,7 +359,7 @@ def main() -> int:
         print("bench/gemm.py needs a CUDA device, and torch sees none.", file=sys.stderr)
         return 2
     try:
-        limits = _limits()
+        limits = this_device()
     except DeepGemmJitError as error:
         print(f"bench/gemm.py: {error}", file=sys.stderr)
         return 2

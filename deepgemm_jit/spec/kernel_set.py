@@ -39,6 +39,18 @@ class Tile(NamedTuple):
     cluster: int = 1
 
 
+_BF16_TILES = (
+    Tile(64, 64),
+    Tile(64, 128),
+    Tile(128, 128),
+    Tile(128, 192),
+    Tile(128, 256),
+    Tile(128, 128, cluster=2),
+    Tile(128, 256, cluster=2),
+    Tile(256, 128, cluster=2),
+)
+"""Whichever way B lies."""
+
 # 64-row tiles keep one consumer warpgroup busy while weights stream, narrow ones so that every SM has a tile; 128-row tiles feed
 # two, and 256 rows are two products per warpgroup. 192 columns cost the least shared-memory traffic per product that 128 rows
 # allow, a cluster of two the least L2 traffic; BF16 needs no second set of sums, so its tile grows to 256. Where the operands are
@@ -57,8 +69,8 @@ GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
     ),
     (FP8_GEMM, (ROW_SCALES,)): (Tile(64, 128), Tile(128, 128)),
     (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64)),
-    (BF16_GEMM, ()): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
-    (BF16_GEMM, (N_MAJOR,)): (Tile(64, 128), Tile(128, 128), Tile(128, 256)),
+    (BF16_GEMM, ()): _BF16_TILES,
+    (BF16_GEMM, (N_MAJOR,)): _BF16_TILES,
 }
 _FP8 = ("e4m3", "e4m3", "bf16")
 GEMM_DTYPES = {FP8_GEMM: _FP8, FP8_GEMM_SWAP_AB: _FP8, BF16_GEMM: ("bf16", "bf16", "bf16")}

@@ -74,15 +74,17 @@ def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
 
 def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
     # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them.
-    _block_m, block_n, block_k = spec.block
+    block_m, block_n, block_k = spec.block
+    consumers = threads(spec) // 128 - 1
+    waves = block_m // (64 * consumers)
     boxes = block_n // 64 if N_MAJOR in spec.flags else 1  # an N-major B comes in boxes of 64 columns
     return {
-        f"HGMMA.64x{block_n}x16.F32.BF16": 2 * block_k // 16,
+        f"HGMMA.64x{block_n}x16.F32.BF16": 2 * waves * block_k // 16,
         "UTMALDG.3D": 1 + boxes,
         "UTMACCTL.PF": 2,
         "LDGSTS": 0,
-        **_roles(threads(spec) // 128 - 1),
-        **_output(block_n),
+        **_roles(consumers),
+        **_output(waves * block_n),
         **_UNIFORM,
     }
 

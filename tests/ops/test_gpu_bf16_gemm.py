@@ -26,6 +26,9 @@ DENSE_N_K = ((2112, 7168), (576, 7168), (7168, 2048), (5760, 2880))
 SMALL_N_K = ((8, 8), (16, 24), (24, 40), (64, 64), (104, 72), (120, 136), (136, 200))
 GROUPS_N_K = ((1, 4096, 7168), (4, 2112, 7168), (33, 576, 1048), (128, 1536, 2048), (256, 104, 72))
 
+LARGE_GROUPS, LARGE_N_K = (4000, 4096), (4096, 520)
+"""Groups so large that clusters share A."""
+
 _SIZES = (130, 0, 1, 7, 64, 257, 0, 127, 128, 129, 33)
 MAX_M = 272  # above every size, a multiple of no tile
 
@@ -137,6 +140,12 @@ def test_contiguous_groups_are_right(groups: int, n: int, k: int, prefix_sums: b
 
 @both_ways
 @both_contiguous
+def test_a_few_large_groups_are_right(prefix_sums: bool, n_major: bool) -> None:
+    check_contiguous(group_rows(LARGE_GROUPS, extra_rows=128), *LARGE_N_K, n_major, prefix_sums=prefix_sums)
+
+
+@both_ways
+@both_contiguous
 @pytest.mark.parametrize("alignment", [64, 128, 192, 256])
 @pytest.mark.parametrize("sizes", [(1, 7, 64, 127, 129), (128, 0, 0, 5, 0, 0, 0, 123), (0, 0, 300), (300, 0, 0)], ids=str)
 def test_groups_start_at_any_alignment(sizes: tuple[int, ...], alignment: int, prefix_sums: bool, n_major: bool) -> None:
@@ -177,8 +186,8 @@ def problems_of_this_file() -> list[GemmProblem]:
         for variant in variants
     ]
     contiguous = [
-        GemmProblem(group_rows(uneven(groups), extra_rows=128).total, n, k, groups, layout, 128, DTYPES, variant)
-        for groups, n, k in GROUPS_N_K
+        GemmProblem(group_rows(sizes, extra_rows=128).total, n, k, len(sizes), layout, 128, DTYPES, variant)
+        for sizes, n, k in [(uneven(groups), n, k) for groups, n, k in GROUPS_N_K] + [(list(LARGE_GROUPS), *LARGE_N_K)]
         for layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
         for variant in variants
     ]
@@ -194,7 +203,7 @@ def test_selection_reaches_every_gemm_kernel_with_these_problems() -> None:
     assert {select(problem, limits) for problem in problems_of_this_file()} == set(GEMMS)
 
 
-@pytest.mark.parametrize("columns", [200, 264])
+@pytest.mark.parametrize("columns", [200, 264, 520])  # the second block of a cluster has few of them, or none
 @pytest.mark.parametrize(
     ("spec", "layout"),
     [pytest.param(spec, layout, id=f"{spec.name}-{layout.name}") for spec in GEMMS for layout in layouts_of(spec)],

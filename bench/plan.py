@@ -41,18 +41,20 @@ def timed(arguments: list[str]) -> tuple[float, str]:
 def measure(model: Path, reader: str, jobs: int, runs: int) -> dict[str, Any]:
     """Return the row of one model and reader: medians of ``runs`` processes, but one cold warm-up."""
     named = ["--arch", "sm_90a", "--model", str(model), "--reader", reader, "--json"]
-    by_itself = [timed(["-c", READ_ONLY, str(model)])[0] for _ in range(runs)] if reader == "transformers" else [0.0]
     plans = [timed(["-m", "deepgemm_jit", "plan", *named]) for _ in range(runs)]
     proofs = [json.loads(text) for _, text in plans]
     with tempfile.TemporaryDirectory() as store:
         warmup = ["-m", "deepgemm_jit", "warmup", *named, "--jobs", str(jobs), "--cache-dir", store]
         cold_s, cold = timed(warmup)
-        warm = [timed(warmup) for _ in range(runs)]
+        # In turn, so that other work on the machine meets both alike.
+        alone, warm = [], []
+        for _ in range(runs):
+            alone.append(timed(["-c", READ_ONLY, str(model)])[0] if reader == "transformers" else 0.0)
+            warm.append(timed(warmup))
     reports = [json.loads(text) for text in (cold, *(text for _, text in warm))]
     kernels = reports[0]["kernels"]
     complete = all(each["complete"]["ok"] for each in proofs)
     built = [each["compiled"] for each in reports] == [kernels] + [0] * runs and not any(each["failed"] for each in reports)
-    warm_s = median(seconds for seconds, _ in warm)
     return {
         "model": model.name,
         "reader": proofs[0]["reader"],
@@ -61,9 +63,9 @@ def measure(model: Path, reader: str, jobs: int, runs: int) -> dict[str, Any]:
         "plan_s": round(median(seconds for seconds, _ in plans), 3),
         "proof_s": median(each["complete"]["seconds"] for each in proofs),
         "cold_s": round(cold_s, 3),
-        "warm_s": round(warm_s, 3),
-        "transformers_s": round(median(by_itself), 3),
-        "warm_beside_transformers_s": round(warm_s - median(by_itself), 3),
+        "warm_s": round(median(seconds for seconds, _ in warm), 3),
+        "transformers_s": round(median(alone), 3),
+        "warm_beside_transformers_s": round(median(whole - part for (whole, _), part in zip(warm, alone, strict=True)), 3),
         "complete": complete,
         "built": built,
     }

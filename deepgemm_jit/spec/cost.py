@@ -146,17 +146,20 @@ class Load(NamedTuple):
 
     def costs_ns(self, sms_counts: Iterable[int], whole: bool) -> list[float]:
         """Return the time on each count of SMs, all there are or not; infinity if not even one cluster fits them."""
-        per_sm = self.per_sm if whole else 1
+        tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, split_ns = self  # once: a plan asks a hundred thousand times
+        if not whole:
+            per_sm = 1
+        root = 1.0 / power
         costs = []
         for sms in sms_counts:
-            clusters = sms * per_sm // self.blocks
+            clusters = sms * per_sm // blocks
             if not clusters:
                 costs.append(math.inf)
                 continue
-            waves = float(-(-self.tiles // clusters)) if self.whole_waves else max(self.tiles / clusters, 1.0)
+            waves = float(-(-tiles // clusters)) if whole_waves else max(tiles / clusters, 1.0)
             if per_sm == 2:  # two at a time, unless one per SM is all there is
-                waves = 1.0 if self.tiles * self.blocks <= sms else waves * 2 * _SHARED_SM
-            costs.append(((waves * self.wave_ns) ** self.power + self.moved) ** (1.0 / self.power) + self.split_ns)
+                waves = 1.0 if tiles * blocks <= sms else waves * 2 * _SHARED_SM
+            costs.append(((waves * wave_ns) ** power + moved) ** root + split_ns)
         return costs
 
 

@@ -68,12 +68,11 @@ def intervals(seen: Weighed, max_m: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def _reached(seen: Weighed, max_m: int, arch_sms: tuple[int, ...]) -> tuple[KernelSpec, ...]:
-    every = {option.spec for option, _fewest, _most in seen.options}
     found: set[KernelSpec] = set()
     for first, _last in intervals(seen, max_m):
-        found |= _selected_at(looked_at(seen, first), arch_sms)
-        if found == every:
-            break
+        at_first = looked_at(seen, first)
+        if any(option.spec not in found for option, _load in at_first):
+            found |= _selected_at(at_first, arch_sms)
     return tuple(sorted(found))
 
 

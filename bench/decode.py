@@ -2,8 +2,8 @@
 
 A graph holds calls on copies of the weights that together exceed the L2 cache several times, so each call finds its own cold.
 Results are compared with float64 before they are timed. Every shape is timed without and with programmatic dependent launch, on
-for both sides or off for both; the pass over the weights is a Triton kernel and never overlaps. Exit status: 0, or 1 for a wrong
-result.
+for both sides or off for both; ours also with weights that are promised to be constant, and so are read before a launch waits.
+The pass over the weights is a Triton kernel and never overlaps. Exit status: 0, or 1 for a wrong result.
 """
 
 import argparse
@@ -86,6 +86,8 @@ def measure(shape: Shape, peer: Any) -> dict[str, Any]:
             sys.modules["deep_gemm"].set_pdl(dependent)
         suffix = "_dependent_us" if dependent else "_us"
         row |= {f"{name}{suffix}": round(graph_us(some * repeats), 3) for name, some in calls.items()}
+    ops.set_pdl(True, constant_weights=True)
+    row["ours_constant_weights_us"] = round(graph_us(calls["ours"] * repeats), 3)
     ops.set_pdl(False)
     if peer:
         sys.modules["deep_gemm"].set_pdl(False)
@@ -104,7 +106,7 @@ def main() -> int:
     record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version(), "cuda": torch.version.cuda}
     record["versions"]["deep_gemm"] = package_version("sgl-deep-gemm", "deep-gemm", "deep_gemm") if peer else None
     table = Table(("shape", 22), ("read us", 8), ("ours", 8), ("DeepGEMM", 8), ("ratio", 6), ("ours dep.", 9),
-                  ("DeepGEMM dep.", 13), ("ratio", 6), ("ours/read", 9))  # fmt: skip
+                  ("DeepGEMM dep.", 13), ("ratio", 6), ("ours const.", 11), ("ratio", 6), ("ours/read", 9))  # fmt: skip
     table.start("us a call in a graph, cold weights; ratio = DeepGEMM / ours; dep.: with programmatic dependent launch")
     rows = []
     for shape in shapes("dense"):
@@ -112,16 +114,18 @@ def main() -> int:
             continue
         row = measure(shape, peer)
         rows.append(row)
-        for suffix in ("", "_dependent"):
-            if peer:
+        if peer:
+            for suffix in ("", "_dependent"):
                 row[f"ratio{suffix}"] = round(row[f"deep_gemm{suffix}_us"] / row[f"ours{suffix}_us"], 4)
+            row["ratio_constant_weights"] = round(row["deep_gemm_dependent_us"] / row["ours_constant_weights_us"], 4)
         table.row(shape.label, number(row["stream_us"]), *(number(row.get(key), digits) for key, digits in (
             ("ours_us", 1), ("deep_gemm_us", 1), ("ratio", 2), ("ours_dependent_us", 1), ("deep_gemm_dependent_us", 1),
-            ("ratio_dependent", 2))), number(row["ours_us"] / row["stream_us"], 2))  # fmt: skip
+            ("ratio_dependent", 2), ("ours_constant_weights_us", 1), ("ratio_constant_weights", 2))),
+            number(row["ours_us"] / row["stream_us"], 2))  # fmt: skip
     summary = {}
     for rows_of in ((1, 16), (64, 128)) if peer else ():
         some = [row for row in rows if row["m"] in rows_of]
-        for key in ("ratio", "ratio_dependent"):
+        for key in ("ratio", "ratio_dependent", "ratio_constant_weights"):
             mean, worst = geometric_mean(row[key] for row in some), min(row[key] for row in some)
             summary[f"m in {rows_of}, {key}"] = {"geometric_mean": round(mean, 4), "worst": worst}
             print(f"M in {rows_of}, {key}: geometric mean {mean:.3f}, worst {worst:.3f}")

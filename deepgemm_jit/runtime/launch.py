@@ -18,6 +18,8 @@ _BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
 _SCALE_BYTES = 4
 _CLOSE_ROW_BLOCKS = 2
 """Row blocks of a group that read the same columns of B at about the same time."""
+_LEAST_SHARE = 4
+"""Bytes of B over those of A and D, from which it pays."""
 _FEW_BYTES = 32 * 2**20
 """Of the groups that can be hit: the next forward may hit the same, and finds them in the 50 MB of L2."""
 _N_MAJOR_BOX = 64
@@ -99,13 +101,12 @@ def prepare_gemm(
 
 
 def _reads_b_once(call: GemmCall, block_m: int) -> bool:
-    """Return whether L2 need not keep B: no other block reads a part of it later, and no forward that follows at once."""
-    if call.layout is Layout.MASKED:
-        return call.m <= _CLOSE_ROW_BLOCKS * block_m
-    if call.m > _CLOSE_ROW_BLOCKS * block_m * call.groups:
+    """Return whether L2 need not keep B: it is most of what is read, and nothing reads a part of it again later."""
+    rows = call.m if call.layout in (Layout.DENSE, Layout.MASKED) else -(-call.m // call.groups)  # of a group
+    if rows > _CLOSE_ROW_BLOCKS * block_m or call.n * call.k < _LEAST_SHARE * rows * (call.k + 2 * call.n):
         return False
     hit = min(call.groups, -(-call.m // call.alignment))
-    return call.layout is Layout.DENSE or hit * call.n * call.k > _FEW_BYTES
+    return call.layout in (Layout.DENSE, Layout.MASKED) or hit * call.n * call.k > _FEW_BYTES
 
 
 def _given(matrices: Matrices | None) -> Matrices:

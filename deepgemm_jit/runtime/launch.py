@@ -14,7 +14,7 @@ from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
 
 _FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xIII4x")
-_BF16_GEMM = struct.Struct("<QqqQIIIII4xI4x")
+_BF16_GEMM = struct.Struct("<QqqQIIIII4xII")
 _SCALE_BYTES = 4
 _CLOSE_ROW_BLOCKS = 2
 """Row blocks of a group that read the same columns of B at about the same time."""
@@ -88,25 +88,26 @@ def prepare_gemm(
     shape = (call.group_data, call.m, call.n, call.groups, call.layout.value, call.alignment)
     layout = _BF16_GEMM
     head: tuple[int, ...] = ()
-    tail: tuple[int, ...] = ()
+    tail: tuple[int, ...] = (_reads_b_once(call, block_m, BLOCK_K_BYTES // block_k),)
     if spec.family != BF16_GEMM:
         a_scales, b_scales = _given(call.a_scales), _given(call.b_scales)
         boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
-        layout, head, tail = _FP8_GEMM, b_scales, (_reads_b_once(call, block_m), waits_for_tokens)
+        layout, head, tail = _FP8_GEMM, b_scales, (*tail, waits_for_tokens)
     values = (*head, *call.d, *shape, k_blocks, *tail)
     params = lay_out(layout, values, [maps.map_for(box) for box in boxes])
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)
 
 
-def _reads_b_once(call: GemmCall, block_m: int) -> bool:
+def _reads_b_once(call: GemmCall, block_m: int, element_bytes: int) -> bool:
     """Return whether L2 need not keep B: it is most of what is read, and nothing reads a part of it again later."""
     rows = call.m if call.layout in (Layout.DENSE, Layout.MASKED) else -(-call.m // call.groups)  # of a group
-    if rows > _CLOSE_ROW_BLOCKS * block_m or call.n * call.k < _LEAST_SHARE * rows * (call.k + 2 * call.n):
+    least = _LEAST_SHARE * rows * (call.k * element_bytes + call.n * 2)
+    if rows > _CLOSE_ROW_BLOCKS * block_m or call.n * call.k * element_bytes < least:
         return False
     hit = min(call.groups, -(-call.m // call.alignment))
-    return call.layout in (Layout.DENSE, Layout.MASKED) or hit * call.n * call.k > _FEW_BYTES
+    return call.layout in (Layout.DENSE, Layout.MASKED) or hit * call.n * call.k * element_bytes > _FEW_BYTES
 
 
 def _given(matrices: Matrices | None) -> Matrices:

@@ -46,7 +46,6 @@ _BF16_TILES = (
     Tile(128, 192),
     Tile(128, 256),
     Tile(128, 128, cluster=2),
-    Tile(128, 256, cluster=2),
     Tile(256, 128, cluster=2),
 )
 """Whichever way B lies."""

@@ -77,7 +77,8 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
     block_m, block_n, block_k = spec.block
     consumers = threads(spec) // 128 - 1
     waves = block_m // (64 * consumers)
-    boxes = block_n // 64 if N_MAJOR in spec.flags else 1  # an N-major B comes in boxes of 64 columns
+    # An N-major B comes in boxes of 64 columns; any other as what is read once, or as usual.
+    boxes = block_n // 64 if N_MAJOR in spec.flags else 2
     return {
         f"HGMMA.64x{block_n}x16.F32.BF16": 2 * waves * block_k // 16,
         "UTMALDG.3D": 1 + boxes,

@@ -14,6 +14,7 @@ struct Bf16GemmArguments {
     Output d;
     Shape shape;
     uint32_t k_blocks;
+    uint32_t reads_b_once;  // or so close together that it need not stay in L2
 };
 
 template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, uint32_t kCluster, bool kNMajorB, class Product>
@@ -83,6 +84,7 @@ struct Bf16Gemm {
     __device__ static void produce(const TensorMap& map_a, const TensorMap& map_b, const Bf16GemmArguments& arguments,
                                    Scheduler& scheduler, uint32_t base) {
         const bool issues = elect_one();
+        const uint64_t policy = evict_first();
         const uint32_t share =
             kCluster > 1 ? cluster_rank() * (kBlockM / kCluster) : 0;  // of the rows of A, that this block loads
         Ring ring;
@@ -100,6 +102,8 @@ struct Bf16Gemm {
 #pragma unroll
                         for (uint32_t column = 0; column < kBlockN; column += 64)
                             load_box(map_b, full, b + column / 64 * kBoxBytes, tile.column + column, block * kBlockK, tile.group);
+                    } else if (arguments.reads_b_once) {
+                        load_box(map_b, full, b, block * kBlockK, tile.column, tile.group, policy);
                     } else {
                         load_box(map_b, full, b, block * kBlockK, tile.column, tile.group);
                     }

@@ -154,7 +154,7 @@ class Load(NamedTuple):
             if not clusters:
                 costs.append(math.inf)
                 continue
-            waves = float(-(-tiles // clusters)) if whole_waves else max(tiles / clusters, 1.0)
+            waves = -(-tiles // clusters) if whole_waves else tiles / clusters if tiles > clusters else 1.0
             if per_sm == 2:  # two at a time, unless one per SM is all there is
                 waves = 1.0 if tiles * blocks <= sms else waves * 2 * _SHARED_SM
             costs.append(((waves * wave_ns) ** power + moved) ** root + split_ns)

@@ -37,15 +37,16 @@ def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[in
     An SM count is looked at as that of a whole device and as a limit on a larger one.
     """
     require_kernels(problem, limits_of(arch))
-    return _reached(weighed(problem, arch), max_m, tuple(sorted(set(arch_sms))))
+    found = _fewest_rows(weighed(problem, arch), tuple(sorted(set(arch_sms))))
+    return tuple(sorted(spec for spec, m in found.items() if m <= max_m))
 
 
 def try_gap(problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, arch: str, arch_sms: Iterable[int]) -> Gap | None:
     """Return a case in which selection gives a kernel that is not planned; None proves that there is none.
 
     The cases are every m in 1..max_m on every SM count, as in :func:`reachable`. Selection sees M in the loads of its options and
-    in nothing else, and no load falls as M grows: an interval of M at whose ends all loads are the same is one case for each SM
-    count. Each is asked for, and at both ends what run time calls is called, on the largest device.
+    in nothing else, and they see it in numbers of tiles: an interval of M at whose ends all loads are the same is one case for
+    each SM count. Each is looked at, and at both ends what run time calls is called, on the largest device.
     """
     seen, sms_counts = weighed(problem, arch), tuple(sorted(set(arch_sms)))
     limits = limits_of(arch, sms_counts[-1])
@@ -53,7 +54,8 @@ def try_gap(problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, a
         spec = select(replace(problem, m=m), limits)
         if spec not in planned:
             return Gap(m, f"M = {m} gets {spec.name}, which is not planned")
-    return _gap(seen, frozenset(planned), max_m, sms_counts)
+    gap = _first_gap(seen, frozenset(planned), sms_counts)
+    return gap if gap is not None and gap.m <= max_m else None
 
 
 def intervals(seen: Weighed, max_m: int) -> list[tuple[int, int]]:
@@ -66,33 +68,67 @@ def intervals(seen: Weighed, max_m: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*(m - 1 for m in starts[1:]), max_m], strict=True))
 
 
+# Over all M, so that problems that differ in their largest share the answer.
 @lru_cache(maxsize=256)
-def _reached(seen: Weighed, max_m: int, arch_sms: tuple[int, ...]) -> tuple[KernelSpec, ...]:
-    found: set[KernelSpec] = set()
-    for first, _last in intervals(seen, max_m):
-        at_first = looked_at(seen, first)
-        if any(option.spec not in found for option, _load in at_first):
-            found |= _selected_at(at_first, arch_sms)
-    return tuple(sorted(found))
+def _fewest_rows(seen: Weighed, arch_sms: tuple[int, ...]) -> dict[KernelSpec, int]:
+    """Return the smallest M for which selection gives each kernel that it gives at all; not to be changed."""
+    found: dict[KernelSpec, int] = {}
+    for first, _last in intervals(seen, MOST_ROWS):
+        for spec in _selected_beside(found, looked_at(seen, first), arch_sms):
+            found[spec] = first
+    return found
 
 
 @lru_cache(maxsize=256)
-def _gap(seen: Weighed, planned: frozenset[KernelSpec], max_m: int, arch_sms: tuple[int, ...]) -> Gap | None:
+def _first_gap(seen: Weighed, planned: frozenset[KernelSpec], arch_sms: tuple[int, ...]) -> Gap | None:
     if all(option.spec in planned for option, _fewest, _most in seen.options):
         return None  # selection has nothing else to give
-    for first, last in intervals(seen, max_m):
+    for first, last in intervals(seen, MOST_ROWS):
         at_first = looked_at(seen, first)
         fewest_rows, most_rows = (counted_rows(m, seen.rows_step) for m in (first, last))
         between = [option for option, fewest, most in seen.options if fewest <= most_rows and fewest_rows <= most]
         if at_first != looked_at(seen, last) or between != [option for option, _load in at_first]:
             return Gap(first, f"selection changes between M = {first} and {last}, where it was taken to be the same")
-        missing = _selected_at(at_first, arch_sms) - planned
+        missing = _selected_beside(planned, at_first, arch_sms)
         if missing:
             return Gap(first, f"M = {first} to {last} may get {', '.join(sorted(spec.name for spec in missing))}, not planned")
     return None
 
 
-def _selected_at(found: list[tuple[Option, Load]], arch_sms: tuple[int, ...]) -> set[KernelSpec]:
+def _selected_beside(
+    known: Collection[KernelSpec], found: list[tuple[Option, Load]], arch_sms: tuple[int, ...]
+) -> set[KernelSpec]:
+    """Return the kernels beside the known ones that are the fastest on any of the SM counts."""
+    new = [load for option, load in found if option.spec not in known]
+    if not new:
+        return set()
+    old = [load for option, load in found if option.spec in known]
+    fastest_somewhere: set[KernelSpec] = set()
     # Whether a device is whole matters to kernels of which two blocks share an SM.
-    ways = (True, False) if any(option.per_sm > 1 for option, _load in found) else (True,)
-    return {option.spec for whole in ways for option in fastest(found, arch_sms, whole)}
+    for whole in (True, False) if any(option.per_sm > 1 for option, _load in found) else (True,):
+        # No cost rises with the SMs: what the most of some counts make no faster than the fewest make a known kernel is never it.
+        parts = _near(arch_sms)
+        least_ns = [
+            min(costs) for costs in zip(*(load.costs_ns([part[-1] for part in parts], whole) for load in new), strict=True)
+        ]
+        for load in old:
+            known_ns = load.costs_ns([part[0] for part in parts], whole)
+            open_ = [at for at, cost in enumerate(known_ns) if cost >= least_ns[at]]
+            parts, least_ns = [parts[at] for at in open_], [least_ns[at] for at in open_]
+            if not parts:
+                break
+        for part in parts:
+            fastest_somewhere |= {option.spec for option in fastest(found, part, whole)}
+    return fastest_somewhere.difference(known)
+
+
+@lru_cache(maxsize=256)
+def _near(arch_sms: tuple[int, ...]) -> list[list[int]]:
+    """Return sorted SM counts in parts that each span a twelfth at most; not to be changed."""
+    parts: list[list[int]] = []
+    for sms in arch_sms:
+        if parts and sms <= parts[-1][0] * 13 / 12:
+            parts[-1].append(sms)
+        else:
+            parts.append([sms])
+    return parts

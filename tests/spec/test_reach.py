@@ -55,9 +55,9 @@ def test_intervals_follow_each_other_and_hold_one_choice_each() -> None:
 def test_an_interval_in_which_selection_changes_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = GemmProblem(m=1, n=2112, k=7168)
     planned = reachable(problem, 512, ARCH, SMS)
-    reach._gap.cache_clear()
+    reach._first_gap.cache_clear()
     monkeypatch.setattr(reach, "intervals", lambda _seen, max_m: [(1, 128), (129, max_m)])
     gap = try_gap(problem, planned, 512, ARCH, SMS)
-    reach._gap.cache_clear()
+    reach._first_gap.cache_clear()
     assert gap is not None
     assert gap.reason == "selection changes between M = 1 and 128, where it was taken to be the same"

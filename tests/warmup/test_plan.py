@@ -340,7 +340,7 @@ def _model(*parts: ExpertsLayer | Linear) -> Model:
 
 def test_a_plan_for_every_m_up_to_16384_is_complete_of_few_kernels_and_made_at_once() -> None:
     model = _model(_experts())
-    reach._reached.cache_clear()
+    reach._fewest_rows.cache_clear()
     started = time.process_time()
     plan = plan_for("sm_90a", model, max_tokens=16384, sms=132)
     spent_s = time.process_time() - started

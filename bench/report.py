@@ -34,6 +34,12 @@ GROUPS = (
     ("grouped contiguous", "contiguous", ()),
     ("grouped masked", "masked", ()),
 )
+NAMES = ("bf16", "compile", "decode", "experts", "gemm", "host")
+SIDES = {
+    "ours": ("deepgemm_jit", "tab:blue"),
+    "bf16": ("transformers, bf16 grouped_mm", "tab:gray"),
+    "deep_gemm": ("transformers, DeepGEMM", "tab:orange"),
+}
 COLOURS = {"dense": "tab:blue", "contiguous": "tab:orange", "masked": "tab:green"}
 
 
@@ -70,6 +76,29 @@ def groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def experts_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what the table of experts forwards says, one row a layer and number of tokens."""
+    shown = []
+    for row in record["rows"]:
+        extra = [row.get(f"{side}_extra_bytes") for side in ("ours", "deep_gemm")]
+        shown.append(row | {"memory": extra[0] / extra[1] if all(extra) else None})
+    return shown
+
+
+def decode_groups(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return geometric means and worst ratios of GEMMs of few rows, and our time over that of reading the weights."""
+    found = []
+    for sizes in ((1, 16), (64, 128)):
+        some = [row for row in record["rows"] if row["m"] in sizes]
+        group: dict[str, Any] = {"name": f"M in {{{sizes[0]}, {sizes[1]}}}"}
+        for way, ratio in (("", "ratio"), ("_dependent", "ratio_dependent"), ("_constant_weights", "ratio_constant_weights")):
+            group[f"mean{way}"] = geometric_mean(row[ratio] for row in some)
+            group[f"worst{way}"] = min(row[ratio] for row in some)
+            group[f"stream{way}"] = geometric_mean(row[f"ours{way}_us"] / row["stream_us"] for row in some)
+        found.append(group)
+    return found
+
+
 def page(results: dict[str, dict[str, Any]]) -> str:
     """Return the text of the page."""
     rows = compared(results["gemm"])
@@ -77,6 +106,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         **results,
         groups=groups(rows),
         rows=[row | {"label": shape_of(row).label} for row in rows],
+        forwards=experts_rows(results["experts"]),
+        decoding=decode_groups(results["decode"]),
+        bf16_rows=[row | {"label": shape_of(row).label} for row in results["bf16"]["rows"]],
         peak_bytes=PEAK_BYTES_PER_S / 1e12,
         peak_flops=PEAK_FLOPS_PER_S / 1e12,
     )
@@ -140,11 +172,29 @@ def draw(rows: list[dict[str, Any]]) -> None:
     figure.savefig(PLOTS / "gemm_ratio.png", dpi=110, metadata={"Software": None})
 
 
+def draw_experts(rows: list[dict[str, Any]]) -> None:
+    """Draw the time of experts forwards over their tokens, a plot a layer."""
+    import matplotlib.pyplot as plt
+
+    layers = sorted({row["layer"] for row in rows})
+    figure, plots = plt.subplots(1, len(layers), figsize=(5 * len(layers), 4.5), layout="constrained")
+    for layer, axes in zip(layers, plots, strict=True):
+        some = [row for row in rows if row["layer"] == layer]
+        for side, (name, colour) in SIDES.items():
+            for way, style in (("graph", "-"), ("eager", ":")):
+                timed = [(row["tokens"], row[f"{side}_{way}_us"]) for row in some if f"{side}_{way}_us" in row]
+                axes.plot(*zip(*timed, strict=True), style, marker="o", ms=3, color=colour, label=f"{name}, {way}")
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us", title=layer)
+        axes.grid(visible=True, which="both", alpha=0.2)
+    plots[0].legend(fontsize=8)
+    figure.savefig(PLOTS / "experts.png", dpi=110, metadata={"Software": None})
+
+
 def main() -> int:
     line = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     line.add_argument("--check", action="store_true", help="write nothing")
     options = line.parse_args()
-    results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("compile", "gemm", "host")}
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
     many = RESULTS / "many_gpus.json"
     runs = json.loads(many.read_text(encoding="utf-8"))["runs"] if many.is_file() else []
     texts = {PAGE: page(results), MULTI_DEVICE: with_part(MULTI_DEVICE.read_text(encoding="utf-8"), many_gpus_part(runs))}
@@ -156,6 +206,7 @@ def main() -> int:
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     draw(compared(results["gemm"]))
+    draw_experts(results["experts"]["rows"])
     print(f"written: {', '.join(map(str, texts))} and the plots in {PLOTS}")
     return 0
 

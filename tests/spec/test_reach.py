@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deepgemm_jit.spec import GemmProblem, KernelSpec, Layout, limits_of, reach, reachable, select, try_gap
-from deepgemm_jit.spec.selection import weighed
+from deepgemm_jit.spec.selection import looked_at, weighed
 
 pytestmark = pytest.mark.none
 
@@ -61,3 +61,23 @@ def test_an_interval_in_which_selection_changes_is_no_proof(monkeypatch: pytest.
     reach._first_gap.cache_clear()
     assert gap is not None
     assert gap.reason == "selection changes between M = 1 and 128, where it was taken to be the same"
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.layout.name}-{problem.alignment}")
+def test_no_option_costs_more_on_more_sms(problem: GemmProblem) -> None:
+    """What is never the fastest is told by its cost on the most of some SM counts."""
+    for m in (1, 16, 17, 64, 65, 300, 4096, 100_000):
+        for _option, load in looked_at(weighed(problem, ARCH), m):
+            for whole in (True, False):
+                costs = load.costs_ns(SMS, whole)
+                assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.layout.name}-{problem.alignment}")
+def test_what_is_reachable_is_what_run_time_selects_and_no_more(problem: GemmProblem) -> None:
+    asked: set[KernelSpec] = set()
+    for m in (m for ends in reach.intervals(weighed(problem, ARCH), 400) for m in ends):
+        for sms in SMS:
+            limits = limits_of(ARCH, sms)
+            asked |= {select(replace(problem, m=m), each) for each in (limits, replace(limits, whole=False))}
+    assert reachable(problem, 400, ARCH, SMS) == tuple(sorted(asked))

@@ -26,7 +26,7 @@ from deepgemm_jit.builder import Builder
 from deepgemm_jit.errors import KernelNotBuiltError, OperandError, UnsupportedError
 from deepgemm_jit.integrations import experts, problems
 from deepgemm_jit.integrations import transformers as integration
-from deepgemm_jit.ops import experts as forward
+from deepgemm_jit.ops import pipeline
 from deepgemm_jit.service import KernelService, default_service
 from deepgemm_jit.settings import read_settings
 from deepgemm_jit.spec import ACTIVATE, CAST_TO_FP8, COMBINE, GATHER, ROUTE, GemmProblem, KernelSpec, limits_of, selected
@@ -69,7 +69,7 @@ def test_what_the_experts_forward_selects_is_in_what_its_module_needs(scheme: st
     for projection in (given.gate_up, given.down):
         for tokens in range(1, MAX_TOKENS + 1):
             by_rows, narrow = projection.scale_kind == "row", "row" not in kinds
-            problem = forward._problem(tokens * TOP_K, projection.weight, True, by_rows, False, narrow)
+            problem = pipeline.half_for(projection.weight, projection.scale, None, tokens * TOP_K, by_rows, False, narrow).problem
             for sms in SMS:
                 assert selected(problem, limits_of("sm_90a", sms)).spec in needed, (tokens, sms)
 
@@ -86,7 +86,7 @@ def test_what_the_bf16_forward_selects_is_in_what_its_module_needs(transposed: b
     needed = problems.kernels_for([problems.experts_needs(module, MAX_TOKENS)], "sm_90a", SMS)
     for weight in (module.gate_up_proj, module.down_proj):
         for tokens in range(1, MAX_TOKENS + 1):
-            problem = forward._problem(tokens * TOP_K, weight, False, False, transposed, False)
+            problem = pipeline.half_for(weight, None, None, tokens * TOP_K, False, transposed, False).problem
             assert {selected(problem, limits_of("sm_90a", sms)).spec for sms in SMS} <= set(needed)
 
 

@@ -113,7 +113,8 @@ struct Fp8GemmSwapAb {
     // Tiles start at different k-blocks, each always at the same: all blocks would otherwise ask for the same few lines of A at once.
     __device__ static uint32_t first_block(const Tile& tile, const Part& part) { return tile.column / kBlockN % part.count; }
 
-    __device__ static void stream_weights(const TensorMap& map_b, bool once, Scheduler& scheduler, const Part& part, uint32_t base) {
+    __device__ static void stream_weights(const TensorMap& map_b, bool once, Scheduler& scheduler, const Part& part,
+                                          uint32_t base) {
         const bool issues = elect_one();
         const uint64_t policy = evict_first();
         Ring ring;

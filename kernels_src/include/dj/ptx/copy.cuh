@@ -35,7 +35,8 @@ __device__ inline uint64_t evict_first() {
 __device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t destination, uint32_t x, uint32_t y, uint32_t z,
                                 uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], "
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+        "%5}], "
         "[%2], %6;" ::"r"(destination),
         "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
         : "memory");

@@ -79,9 +79,12 @@ __device__ inline void activated(const ActivateArguments& arguments, const Sourc
     const auto silu_gate = [](float g, float u) { return g * sigmoid(g) * u; };
     const auto clamped = [=](float u) { return clamp_low(clamp_high(u, limit), -limit); };
     switch (arguments.gate) {
-        case kPass: return apply(gate, up, values, [](float g, float) { return g; });
-        case kSilu: return apply(gate, up, values, [](float g, float) { return g * sigmoid(g); });
-        case kSiluGate: return apply(gate, up, values, silu_gate);
+        case kPass:
+            return apply(gate, up, values, [](float g, float) { return g; });
+        case kSilu:
+            return apply(gate, up, values, [](float g, float) { return g * sigmoid(g); });
+        case kSiluGate:
+            return apply(gate, up, values, silu_gate);
         case kClampedGate:
             return apply(gate, up, values, [=](float g, float u) { return silu_gate(clamp_high(g, limit), clamped(u)); });
         default:

@@ -16,6 +16,7 @@ SCALE_BLOCK = 128
 MAX_TOP_K = 16
 SIZE_LIMIT = 2**31
 """Coordinates of the copy engine are signed 32-bit numbers."""
+_INDEX_DTYPES = (torch.int64, torch.int32)
 _ROUTING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GRID_LIMIT = 65535
 _CAST_COLUMNS_PER_BLOCK = 128
@@ -129,13 +130,11 @@ def check_experts(
         ContextMismatchError: operands on different CUDA devices.
     """
     faults = Faults("the experts forward", fake)
-    index_dtype = topk_index.dtype if topk_index.dtype in (torch.int32, torch.int64) else torch.int64
-    routing_dtype = topk_weights.dtype if topk_weights.dtype in _ROUTING_DTYPES else torch.float32
     weight_dtype, step = (torch.float8_e4m3fn, 16) if quantized else (torch.bfloat16, 8)
     looked_at = [
         faults.look_at("hidden", hidden, torch.bfloat16, 2),
-        faults.look_at("topk_index", topk_index, index_dtype, 2),
-        faults.look_at("topk_weights", topk_weights, routing_dtype, 2),
+        faults.look_at("topk_index", topk_index, _INDEX_DTYPES, 2),
+        faults.look_at("topk_weights", topk_weights, _ROUTING_DTYPES, 2),
         faults.look_at("gate_up weights", up, weight_dtype, 3),
         faults.look_at("down weights", down, weight_dtype, 3),
     ]
@@ -167,6 +166,33 @@ def check_experts(
         faults.add(f"topk_index has k = {top_k}, needed: 1 to {MAX_TOP_K}")
     if not 1 <= experts <= MAX_EXPERTS:
         faults.add(f"there are {experts} experts, needed: 1 to {MAX_EXPERTS}")
+    faults.raise_if_any()
+
+
+def check_expert_scales(
+    half: str, weight: torch.Tensor, scale: torch.Tensor | None, static: torch.Tensor | None, *, by_rows: bool
+) -> None:
+    """Check the scales of one half's (E, N, K) weights, as they are after their preparation, and its static activation scales.
+
+    Raises:
+        OperandError: all that is wrong with dtypes, ranks, shapes, strides or devices.
+        ContextMismatchError: scales on another CUDA device than the weights.
+    """
+    faults = Faults("the experts forward", fake=False)
+    tensors = {f"{half} weights": weight}
+    experts, n, k = weight.shape
+    if scale is not None and faults.look_at(f"{half} scales", scale, torch.float32, 3):
+        tensors[f"{half} scales"] = scale
+        rows = n if by_rows else ceil_div(n, SCALE_BLOCK)
+        faults.look_at_shape(f"{half} scales", scale, (experts, rows, ceil_div(k, SCALE_BLOCK)), "(E, rows, columns)")
+        if not by_rows and not scale.is_contiguous():
+            faults.add(f"{half} scales must be contiguous, not of strides {scale.stride()}")
+    if static is not None and faults.look_at(f"{half} activation scales", static, torch.float32, 1):
+        tensors[f"{half} activation scales"] = static
+        faults.look_at_shape(f"{half} activation scales", static, (experts,), "(E,)")
+        if not static.is_contiguous():
+            faults.add(f"{half} activation scales must be contiguous, not of stride {static.stride()}")
+    faults.look_at_devices(tensors)
     faults.raise_if_any()
 
 
@@ -221,18 +247,22 @@ class Faults:
         if self._faults:
             raise OperandError(operation=self._operation, faults=self._faults)
 
-    def look_at(self, name: str, value: Any, dtype: torch.dtype, rank: int) -> bool:
-        """Note a wrong type, dtype, rank or a gradient; return whether the sizes of ``value`` can be looked at."""
+    def look_at(self, name: str, value: Any, dtype: torch.dtype | tuple[torch.dtype, ...], rank: int) -> bool:
+        """Note a wrong type, dtype or rank, a gradient, memory that is gone; return whether sizes can be looked at."""
         if not isinstance(value, torch.Tensor):
             self.add(f"{name} must be a tensor, not {type(value).__name__}")
             return False
-        if value.dtype != dtype:
-            self.add(f"{name} must be {dtype}, not {value.dtype}")
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        if value.dtype not in dtypes:
+            self.add(f"{name} must be {' or '.join(map(str, dtypes))}, not {value.dtype}")
         if value.requires_grad and torch.is_grad_enabled():
             self.add(f"{name} requires grad, and this operation has no backward; call it under torch.no_grad() or detach {name}")
         if value.dim() != rank:
             self.add(f"{name} must have {rank} dimensions, not shape {tuple(value.shape)}")
             return False
+        # A trace has no storages to ask.
+        if value.is_cuda and value.numel() and not torch.compiler.is_compiling() and not value.untyped_storage().nbytes():
+            self.add(f"{name} has no memory: its storage was freed")
         return True
 
     def look_at_devices(self, tensors: dict[str, torch.Tensor]) -> None:

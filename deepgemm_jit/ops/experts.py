@@ -98,8 +98,9 @@ def _experts(
     activation: Activation,
 ) -> torch.Tensor:
     if activation.callback is None and not is_watched():
-        known_plain = layer.form is not None
-        if are_plain((hidden, topk_index, topk_weights)) and hidden.is_cuda and (known_plain or are_plain(layer.tensors)):
+        # torch's dispatcher is for what it has yet to negate, and for tensors of other kinds.
+        tokens_are_plain = are_plain((hidden, topk_index, topk_weights))
+        if tokens_are_plain and hidden.is_cuda and are_plain(layer.tensors):
             return forward(hidden, topk_index, topk_weights, layer)
     checks.require_tensors(operation, hidden=hidden, topk_index=topk_index, topk_weights=topk_weights)
     projected, rows, ends = experts_up(hidden, topk_index, topk_weights, layer)

@@ -32,8 +32,8 @@ from deepgemm_jit.ops.pipeline import (
 from deepgemm_jit.ops.prepared import Key, PreparedLaunch, keep_in, prepared_on
 from deepgemm_jit.service import Call
 
-_CAPACITY = 64
-"""Sets of addresses for which the launches of forwards like each other are kept: some 6 KB each."""
+_CAPACITY = 4
+"""Sets of addresses for which the launches of forwards like each other are kept: some 8 KB each. A loop has one or two."""
 _ROW_ALIGNMENT_BYTES = 16
 
 
@@ -87,29 +87,27 @@ def _check(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.T
         hidden, topk_index, topk_weights, layer.up, layer.down,
         quantized=layer.up_scale is not None, n_major=layer.n_major, columns_per_column=layer.gating.columns_per_column,
     )  # fmt: skip
+    for half, weight, scale, static, by_rows in (
+        ("gate_up", layer.up, layer.up_scale, layer.up_static, layer.up_scales_rows),
+        ("down", layer.down, layer.down_scale, layer.down_static, layer.down_scales_rows),
+    ):
+        checks.check_expert_scales(half, weight, scale, static, by_rows=by_rows)
 
 
 def _key_of(hidden: torch.Tensor, topk_index: torch.Tensor, topk_weights: torch.Tensor, layer: Layer) -> Key:
-    """Return all that the checks and the launches depend on, beside the context, the stream and the addresses of the tokens."""
+    """Return all that the checks and the launches depend on, beside the context, the stream and the addresses of the tokens.
+
+    Tensors of a layer may be changed in place: all that is read of them is looked at again.
+    """
     h, i, w = hidden, topk_index, topk_weights
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, i, w, *layer.tensors))
     return (
-        layer.form or _form_of(layer), differentiates, *[tensor.data_ptr() for tensor in layer.tensors],
+        layer.form, differentiates,
+        *[(t.data_ptr(), t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device()) for t in layer.tensors],
         h.shape, h.is_contiguous() or h.stride(), h.dtype, h.get_device(),
         i.shape, i.is_contiguous() or i.stride(), i.dtype, i.get_device(),
         w.shape, w.is_contiguous() or w.stride(), w.dtype, w.get_device(),
     )  # fmt: skip
-
-
-def _form_of(layer: Layer) -> Key:
-    gating = layer.gating
-    form = (
-        layer.up_static is None, layer.down_static is None, layer.up_scales_rows, layer.down_scales_rows,
-        layer.n_major, gating.gate.value, gating.interleaved, gating.limit, gating.alpha,
-        *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in layer.tensors],
-    )  # fmt: skip
-    object.__setattr__(layer, "form", form)
-    return form
 
 
 def _prepare(hidden: torch.Tensor, topk_index: torch.Tensor, layer: Layer) -> _Prepared:
@@ -157,5 +155,6 @@ def _steps(
             buffers,
             out,
             sizes.projected,
+            follows_up=True,
         ),
     ]

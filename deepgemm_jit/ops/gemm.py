@@ -279,7 +279,9 @@ def _gemm(
             if n_major:
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
-        gemm, prepare = run_gemm(call, chosen, problem, a, b, out, None if groups is None else groups.tensor, scales)
+        group_data = None if groups is None else groups.tensor
+        copied = n_major and scales is not None
+        gemm, prepare = run_gemm(call, chosen, problem, a, b, out, group_data, scales, own_b=copied)
         if given is None or (scales is not None and scales[0] is given[0] and scales[1] is given[1]):
             remember(call, options, operands, chosen.kernel, gemm, prepare)
 

@@ -169,7 +169,7 @@ def _experts_down(
     with call_on(projected) as call:
         steps = steps_down(
             call, sizes, half, gating, index.data_ptr(), weights.data_ptr(), weights.dtype == torch.bfloat16, buffers,
-            out.data_ptr(), projected.stride(0),
+            out.data_ptr(), projected.stride(0), follows_up=False,
         )  # fmt: skip
         run_steps(call, steps)
     return out

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from deepgemm_jit.errors import OperandError
 from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
@@ -49,8 +50,18 @@ def set_pdl(enabled: bool, *, constant_weights: bool = False) -> None:
     Args:
         enabled: whether they may.
         constant_weights: B of dense GEMMs is never written by work that is still in the stream, as is so for the weights of a
-            model that serves: FP8 GEMMs then read it before they wait. Wrong results where that does not hold.
+            model that serves: FP8 GEMMs of few rows then read it before they wait. Wrong results where that does not hold.
+
+    Raises:
+        OperandError: something other than True and False.
     """
+    faults = [
+        f"{name} must be True or False, not {given!r}"
+        for name, given in (("enabled", enabled), ("constant_weights", constant_weights))
+        if not isinstance(given, bool)
+    ]
+    if faults:
+        raise OperandError(operation="set_pdl", faults=faults)
     default_service().overlap_launches(enabled, constant_weights)
 
 
@@ -91,8 +102,12 @@ def run_gemm(
     out: torch.Tensor,
     group_data: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    own_b: bool = False,
 ) -> tuple[GemmCall, Callable[[GemmCall], Launch]]:
     """Run a GEMM kernel on ``problem``. A scales are M-major, and so are B scales of one per row.
+
+    ``own_b``: B is a copy that was made just before, so that no promise about the caller's B holds for it.
 
     Returns:
         What the kernel was given, and the function that prepares a launch on other addresses.
@@ -114,7 +129,7 @@ def run_gemm(
     )
     service = default_service()
     spec = chosen.kernel.spec
-    early = service.constant_weights and problem.layout is Layout.DENSE
+    early = service.constant_weights and problem.layout is Layout.DENSE and not own_b
     prepare = partial(
         prepare_gemm, spec, blocks_for(call, spec), service.maps,
         split_k=chosen.split_k, dependent=service.overlaps, waits_for_tokens=early,

@@ -115,7 +115,7 @@ class Layer:
 
     Attributes:
         tensors: all there are.
-        form: what a forward depends on beside their addresses, once it was asked for; of a layer that is kept, it cannot change.
+        form: what a forward depends on beside them.
     """
 
     up: torch.Tensor
@@ -129,11 +129,15 @@ class Layer:
     n_major: bool
     gating: Gating
     tensors: tuple[torch.Tensor, ...] = field(init=False)
-    form: tuple[object, ...] | None = field(init=False, default=None)
+    form: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.up, self.up_scale, self.up_static, self.down, self.down_scale, self.down_static
         object.__setattr__(self, "tensors", tuple([tensor for tensor in given if tensor is not None]))
+        gate, interleaved, limit, alpha = self.gating
+        missing = [tensor is None for tensor in given]
+        rows = self.up_scales_rows, self.down_scales_rows
+        object.__setattr__(self, "form", (*missing, *rows, self.n_major, gate.value, interleaved, limit, alpha))
 
     @property
     def narrow(self) -> bool:
@@ -266,8 +270,14 @@ def steps_down(
     buffers: Buffers,
     out: int,
     projected_stride: int,
+    *,
+    follows_up: bool,
 ) -> list[Step]:
-    """Return the steps from the output of the first GEMM, or what a callback made of it, to that of the forward."""
+    """Return the steps from the output of the first GEMM, or what a callback made of it, to that of the forward.
+
+    ``follows_up``: no kernel of anybody else's stands between the first half and these.
+    """
+    early = follows_up or default_service().overlaps
     pairs = _pairs(sizes, index, buffers)
     steps: list[Step] = []
     a, a_scales = buffers.projected, 0
@@ -288,9 +298,12 @@ def steps_down(
             limit=gating.limit,
             alpha=gating.alpha,
         )
-        steps.append((activate, partial(prepare_activate, activate, activating)))
+        steps.append((activate, partial(prepare_activate, activate, activating, dependent=early)))
     a_stride = sizes.intermediate if steps else projected_stride
-    steps.append(_gemm(call, sizes, down, a, a_scales, buffers.multiplied, buffers.ends, a_stride))
+    dependent = bool(steps) or early
+    steps.append(
+        _gemm(call, sizes, down, a, a_scales, buffers.multiplied, buffers.ends, a_stride, dependent, reads_early=follows_up)
+    )
     combine = select(StepProblem(COMBINE, ("bf16",)), call.limits)
     combining = CombineCall(buffers.multiplied, weights, out, pairs, sizes.hidden, sizes.hidden, bf16_weights)
     return [*steps, (combine, partial(prepare_combine, combine, combining))]
@@ -313,7 +326,19 @@ def _pairs(sizes: Sizes, index: int, buffers: Buffers) -> Pairs:
     return Pairs(index, buffers.rows, sizes.pairs, sizes.top_k, sizes.index_bytes == 8)
 
 
-def _gemm(call: Call, sizes: Sizes, half: Half, a: int, a_scales: int, d: int, ends: int, a_stride: int | None = None) -> Step:
+def _gemm(
+    call: Call,
+    sizes: Sizes,
+    half: Half,
+    a: int,
+    a_scales: int,
+    d: int,
+    ends: int,
+    a_stride: int | None = None,
+    dependent: bool = True,
+    *,
+    reads_early: bool = True,
+) -> Step:
     spec, split_k = selected(half.problem, call.limits)
     n, k = half.problem.n, half.problem.k
     gemm = GemmCall(
@@ -331,5 +356,6 @@ def _gemm(call: Call, sizes: Sizes, half: Half, a: int, a_scales: int, d: int, e
         b_scales=half.scale,
     )
     return spec, partial(
-        prepare_gemm, spec, blocks_for(call, spec), default_service().maps, gemm, split_k, dependent=True, waits_for_tokens=True
-    )
+        prepare_gemm, spec, blocks_for(call, spec), default_service().maps, gemm, split_k,
+        dependent=dependent, waits_for_tokens=reads_early,
+    )  # fmt: skip

@@ -72,12 +72,15 @@ def is_watched() -> bool:
 
 
 def are_plain(operands: Operands) -> bool:
-    """Return whether an operator may be run on these without torch's dispatcher, as long as nothing watches."""
-    return _PLAIN_TENSORS.issuperset(map(type, operands)) and not _are_lazily_negated(operands)
+    """Return whether an operator may be run on these without torch's dispatcher, as long as nothing watches.
+
+    Tensors that torch has yet to negate are not: its dispatcher does that.
+    """
+    return all(type(operand) in _PLAIN_TENSORS and not operand.is_neg() for operand in operands)
 
 
 def _are_lazily_negated(operands: Operands) -> bool:
-    """Return whether scales are some that torch has yet to negate, which its dispatcher does."""
+    """Return whether scales are: FP8, bfloat16 as torch multiplies it, and integers never are."""
     return len(operands) > 4 and (operands[1].is_neg() or operands[3].is_neg())
 
 
@@ -192,8 +195,9 @@ def _try_moved(prepared: PreparedGemm, stream: int, *addresses: int) -> Prepared
     else:
         a, a_scale, b, b_scale, d, *groups = addresses
     group_data = groups[0] if groups else 0
-    if any(address % _COPY_ALIGNMENT_BYTES for address in (a, a_scale, b, d)):
-        return None
+    needed = (a, b, d) if gemm.a_scales is None else (a, a_scale, b, b_scale, d)
+    if not all(needed) or any(address % _COPY_ALIGNMENT_BYTES for address in (a, a_scale, b, d)):
+        return None  # memory that is gone, or lies askew: the checks have an error for it
     if group_data < d + prepared.out_bytes and d < group_data + prepared.group_bytes:
         return None
     moved = gemm._replace(

@@ -18,7 +18,7 @@ _BF16_GEMM = struct.Struct("<QqqQIIIII4xII")
 _SCALE_BYTES = 4
 _CLOSE_ROW_BLOCKS = 2
 """Row blocks of a group that read the same columns of B at about the same time."""
-_LEAST_SHARE = 4
+_LEAST_SHARE = 5
 """Bytes of B over those of A and D, from which it pays."""
 _FEW_BYTES = 32 * 2**20
 """Of the groups that can be hit: the next forward may hit the same, and finds them in the 50 MB of L2."""

@@ -32,9 +32,9 @@ class CountingBuilder(InstantBuilder):
     def __init__(self) -> None:
         self.built: list[str] = []
 
-    def build(self, spec: KernelSpec, max_cuda_major: int | None = None) -> Any:
+    def build(self, spec: KernelSpec, max_cuda_major: int | None = None, caller: str | None = None) -> Any:
         self.built.append(spec.family)
-        return super().build(spec, max_cuda_major)
+        return super().build(spec, max_cuda_major, caller)
 
 
 @pytest.fixture

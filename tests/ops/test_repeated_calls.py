@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError, DriverError, OperandError
-from deepgemm_jit.ops import prepared
+from deepgemm_jit.ops import launching, prepared
 from deepgemm_jit.ops.checks import check_gemm
 from deepgemm_jit.service import KernelService, default_service
 
@@ -420,3 +420,53 @@ def test_plain_tensors_run_without_the_dispatcher_and_all_else_goes_through_it(s
     with fake:
         inside = torch.empty(2)
     assert not prepared.are_plain((inside,))
+
+
+# --- launches that overlap
+
+
+def early_reads(driver: DriverDouble, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, for each GEMM that is prepared, whether it reads B before it waits."""
+    seen: list[bool] = []
+    prepare = launching.prepare_gemm
+
+    def watching(*arguments: Any, waits_for_tokens: bool = False, **options: Any) -> Any:
+        seen.append(waits_for_tokens)
+        return prepare(*arguments, waits_for_tokens=waits_for_tokens, **options)
+
+    monkeypatch.setattr(launching, "prepare_gemm", watching)
+    return seen
+
+
+def test_only_dense_gemms_read_constant_weights_early_and_never_a_copy_of_our_own(
+    driver: DriverDouble, streams: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = early_reads(driver, monkeypatch)
+    monkeypatch.setattr("deepgemm_jit.ops.gemm.transposed_bytes", lambda _call, b: aligned(*b.shape[::-1], dtype=E4M3))
+    ops.set_pdl(True, constant_weights=True)
+    try:
+        for layout in LAYOUTS:
+            Operands(layout).run()
+        dense = Operands()
+        n_major = aligned(K, N, dtype=E4M3), aligned(K // 128, N // 128, dtype=F32)
+        ops.fp8_gemm_nn((dense.a, dense.a_scale), n_major, dense.out)
+    finally:
+        ops.set_pdl(False)
+    Operands().run()
+    assert early == [True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("given", [("no", False), (1, False), (True, "yes")])
+def test_dependent_launch_is_on_or_off_and_nothing_else(given: tuple[Any, Any], driver: DriverDouble) -> None:
+    with pytest.raises(OperandError, match="must be True or False"):
+        ops.set_pdl(given[0], constant_weights=given[1])
+    assert not ops.get_pdl()
+
+
+def test_memory_that_is_gone_is_refused_also_by_a_call_like_an_earlier_one(driver: DriverDouble, streams: dict[int, int]) -> None:
+    operands = Operands()
+    operands.run()
+    operands.b.untyped_storage().resize_(0)
+    with pytest.raises(OperandError, match="b has no memory"):
+        operands.run()
+    assert len(driver.launches) == 1

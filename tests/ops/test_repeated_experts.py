@@ -169,6 +169,7 @@ def test_unloaded_kernels_are_loaded_again(driver: DriverDouble, streams: dict[i
     ops.fp8_experts(*given, experts)
     loaded = driver.libraries_loaded
     default_service().unload()
+    assert driver.libraries_loaded == 0
     ops.fp8_experts(*given, experts)
     assert driver.libraries_loaded == loaded
     assert len(driver.launches) == 12
@@ -208,3 +209,63 @@ def test_no_tokens_are_no_launch(driver: DriverDouble, streams: dict[int, int], 
         out = ops.fp8_experts(hidden, index, weights, layer())
     assert out.shape == (0, HIDDEN)
     assert driver.launches == [] and memory == {}
+
+
+def test_weights_changed_in_place_at_the_same_address_are_looked_at_again(
+    driver: DriverDouble, streams: dict[int, int], checked: list[None]
+) -> None:
+    experts, given = layer(), tokens()
+    ops.fp8_experts(*given, experts)
+    whole = experts.gate_up.weight.data
+    experts.gate_up.weight.data = whole[:, :INTERMEDIATE]
+    with pytest.raises(OperandError, match="gate_up weights must have shape"):
+        ops.fp8_experts(*given, experts)
+    experts.gate_up.weight.data = whole
+    ops.fp8_experts(*given, experts)
+    assert len(driver.launches) == 12 and len(checked) == 2
+
+
+@pytest.mark.parametrize(
+    ("scale", "fault"),
+    [
+        (torch.zeros((COUNT, 2, 2), dtype=torch.float64), "must be torch.float32"),
+        (torch.zeros((COUNT, 3, 2)), "must have shape"),
+        (torch.zeros((COUNT, 2, 4))[..., ::2], "must be contiguous"),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_scales_that_are_not_those_of_the_weights_are_refused(
+    scale: torch.Tensor, fault: str, driver: DriverDouble, streams: dict[int, int]
+) -> None:
+    up = Projection(on_gpu(COUNT, 2 * INTERMEDIATE, HIDDEN, dtype=E4M3), pretend(scale), "block", None, 0)
+    with pytest.raises(OperandError, match=f"gate_up scales {fault}"):
+        ops.fp8_experts(*tokens(), Experts(up, projection(HIDDEN, INTERMEDIATE, 0), True, Activation("silu")))
+    assert driver.launches == []
+
+
+def test_scales_on_another_gpu_are_refused(driver: DriverDouble, streams: dict[int, int]) -> None:
+    up = projection(2 * INTERMEDIATE, HIDDEN, 0)
+    elsewhere = Projection(up.weight, up.scale, "block", on_gpu(COUNT, dtype=F32, gpu=1), 0)
+    with pytest.raises(ContextMismatchError, match="gate_up activation scales"):
+        ops.fp8_experts(*tokens(), Experts(elsewhere, projection(HIDDEN, INTERMEDIATE, 0), True, Activation("silu")))
+    assert driver.launches == []
+
+
+def test_memory_that_is_gone_is_refused(driver: DriverDouble, streams: dict[int, int]) -> None:
+    experts, given = layer(), tokens()
+    ops.fp8_experts(*given, experts)
+    experts.down.weight.untyped_storage().resize_(0)
+    with pytest.raises(OperandError, match="down weights has no memory"):
+        ops.fp8_experts(*given, experts)
+    assert len(driver.launches) == 6
+
+
+def test_what_torch_has_yet_to_negate_goes_through_its_dispatcher(
+    driver: DriverDouble, streams: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, index, weights = tokens()
+    monkeypatch.setattr(type(weights), "is_neg", lambda tensor: tensor is weights)
+    monkeypatch.setattr("deepgemm_jit.ops.experts.experts_up", lambda *_: (None, None, None))
+    monkeypatch.setattr("deepgemm_jit.ops.experts.experts_down", lambda *_: "by the operators")
+    assert ops.fp8_experts(hidden, index, weights, layer()) == "by the operators"
+    assert driver.launches == []

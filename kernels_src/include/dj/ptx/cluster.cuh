@@ -33,6 +33,9 @@ __device__ inline void cluster_sync_memory() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// For cluster_wait: what the thread has read of other blocks is read.
+__device__ inline void cluster_arrive_after_reads() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
 // mapa: the address of the same place in the shared memory of another block of the cluster.
 __device__ inline uint32_t address_in(uint32_t rank, uint32_t address) {
     uint32_t remote;

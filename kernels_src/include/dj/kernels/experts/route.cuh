@@ -83,7 +83,7 @@ __device__ inline void route(const RouteArguments& arguments) {
             starts[e] = sum;
             for (uint32_t w = 0; w < warps; ++w) before[w][e] += earlier;
         }
-        cluster_arrive();  // no block leaves while another may still read its counts
+        cluster_arrive_after_reads();  // no block leaves while another may still read its counts
     }
     __syncthreads();
 

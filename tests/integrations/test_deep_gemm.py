@@ -42,7 +42,7 @@ pytestmark = pytest.mark.none
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = json.loads((ROOT / "tests/data/deep_gemm_names.json").read_text())
 PEER: dict[str, str | None] = {**FACTS["signatures"], **FACTS["older"]}
-SERVED = sorted(set(deep_gemm.__all__) - {"utils"})
+SERVED = sorted(set(deep_gemm.__all__) - {"__version__", "legacy", "mega", "testing", "utils"})
 
 E4M3, BF16, I32 = torch.float8_e4m3fn, torch.bfloat16, torch.int32
 M, N, K, GROUPS = 48, 136, 272, 3
@@ -95,8 +95,34 @@ def test_a_name_that_is_not_served_can_be_found_and_says_why_when_it_is_called(n
 
 def test_a_name_that_deepgemm_does_not_have_is_missing() -> None:
     for module in ("", ".utils", ".utils.math", ".utils.layout", ".utils.dist", ".testing", ".legacy", ".mega"):
-        with pytest.raises(AttributeError, match=r"docs/migration\.md"):
-            _ = importlib.import_module(deep_gemm.__name__ + module).nvcc
+        home = importlib.import_module(deep_gemm.__name__ + module)
+        with pytest.raises(
+            AttributeError, match=rf"^module '{re.escape(home.__name__)}' has no attribute 'nvcc'; docs/migration\.md"
+        ):
+            _ = home.nvcc
+
+
+_FROM_THE_TOP = """
+import functools, json, sys
+import deepgemm_jit.integrations.deep_gemm as deep_gemm
+for name in json.load(sys.stdin):
+    assert callable(functools.reduce(getattr, name.split("."), deep_gemm)), name
+print(deep_gemm.__version__)
+"""
+
+
+def in_a_process(code: str, given: str = "", *first: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a fresh process, with ``first`` at the head of its path."""
+    paths = [*map(str, first), str(Path(deepgemm_jit.__file__).parents[1]), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, input=given, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_each_name_of_the_table_is_reached_from_the_top_with_no_other_import() -> None:
+    child = in_a_process(_FROM_THE_TOP, json.dumps([name for name, _, _ in rows_of_the_table()]))
+    assert (child.returncode, child.stdout.strip()) == (0, deepgemm_jit.__version__), child.stderr
 
 
 _AS_DEEP_GEMM = """
@@ -121,11 +147,7 @@ def test_the_file_of_the_guide_makes_deep_gemm_ours_for_callers_that_cannot_be_c
     guide = (ROOT / "docs/migration.md").read_text()
     (shim,) = re.findall(r"```python title=\"deep_gemm\.py\"\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "deep_gemm.py").write_text(shim)
-    paths = [str(tmp_path), str(Path(deepgemm_jit.__file__).parents[1]), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    child = subprocess.run(
-        [sys.executable, "-c", _AS_DEEP_GEMM], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    child = in_a_process(_AS_DEEP_GEMM, "", tmp_path)
     assert (child.returncode, child.stdout.strip()) == (0, "64"), child.stderr
 
 

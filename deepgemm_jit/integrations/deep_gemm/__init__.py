@@ -10,7 +10,8 @@ who looks for names finds the same ones. docs/migration.md has the table of all 
 
 from typing import Any
 
-from deepgemm_jit.integrations.deep_gemm import absent, utils
+from deepgemm_jit import __version__
+from deepgemm_jit.integrations.deep_gemm import absent, legacy, mega, testing, utils
 from deepgemm_jit.integrations.deep_gemm.casts import (
     per_block_cast_to_fp8,
     per_custom_dims_cast_to_fp8,
@@ -69,6 +70,7 @@ from deepgemm_jit.integrations.deep_gemm.layouts import (
 )
 
 __all__ = [
+    "__version__",
     "align",
     "bf16_gemm_nn",
     "bf16_gemm_nt",
@@ -96,6 +98,7 @@ __all__ = [
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
+    "legacy",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -107,6 +110,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_masked",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+    "mega",
     "per_block_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
@@ -114,10 +118,11 @@ __all__ = [
     "set_num_sms",
     "set_pdl",
     "set_tc_util",
+    "testing",
     "transform_sf_into_required_layout",
     "utils",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    return absent.named(name)
+    return absent.named(__name__, name)

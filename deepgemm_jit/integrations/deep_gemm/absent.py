@@ -83,20 +83,23 @@ REASONS: Mapping[str, str] = {
 """By name in the module, or in a module of it; functions of ``utils`` by their own name, as DeepGEMM has them at the top too."""
 
 
-def named(name: str, module: str = "") -> Callable[..., NoReturn]:
+def named(module: str, name: str, within: str = "") -> Callable[..., NoReturn]:
     """Return what stands for a name that is not served: a function that says why.
 
     Args:
+        module: that was asked for it, by its full name.
         name: as the caller spells it.
-        module: of it within DeepGEMM, for example ``testing``; empty for the top.
+        within: the module of DeepGEMM that has it, for example ``testing``; empty for the top.
 
     Raises:
         AttributeError: DeepGEMM has no such name.
     """
-    dotted = f"{module}.{name}" if module else name
+    dotted = f"{within}.{name}" if within else name
     reason = REASONS.get(dotted)
     if reason is None:
-        raise AttributeError(f"DeepGEMM by name has no attribute {dotted!r}; docs/migration.md lists all names", name=name)
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}; docs/migration.md lists the names there are", name=name
+        )
 
     def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
         what, _, instead = reason.partition("; ")

@@ -6,4 +6,4 @@ from deepgemm_jit.integrations.deep_gemm import absent
 
 
 def __getattr__(name: str) -> Any:
-    return absent.named(name, "legacy")
+    return absent.named(__name__, name, "legacy")

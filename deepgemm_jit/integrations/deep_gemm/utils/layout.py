@@ -7,4 +7,4 @@ from deepgemm_jit.integrations.deep_gemm.layouts import *
 
 
 def __getattr__(name: str) -> Any:
-    return absent.named(name)
+    return absent.named(__name__, name)

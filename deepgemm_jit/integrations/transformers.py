@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import deepgemm_jit.ops  # noqa: F401 - before all that imports torch: where there is none, this says what to do
+
+# isort: split
 from torch import nn
 
 from deepgemm_jit.errors import OperandError, ToolchainError

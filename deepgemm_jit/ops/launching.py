@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepgemm_jit.errors import OperandError
+from deepgemm_jit.errors import DriverError, OperandError
 from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
@@ -35,8 +35,15 @@ def set_num_sms(num_sms: int | None) -> None:
 
 
 def get_num_sms() -> int:
-    """Return the SMs that a GEMM on the current device and stream may take."""
-    device = torch.cuda.current_device()
+    """Return the SMs that a GEMM on the current device and stream may take.
+
+    Raises:
+        DriverError: no GPU that torch can use.
+    """
+    try:
+        device = torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as cause:  # the first is torch's word for a build without CUDA
+        raise DriverError(call="torch.cuda.current_device", result="no device", detail=str(cause)) from cause
     with default_service().call(device, torch._C._cuda_getCurrentRawStream(device)) as call:
         return call.limits.sms
 

@@ -10,6 +10,7 @@ who looks for names finds the same ones. docs/migration.md has the table of all 
 
 from typing import Any
 
+import deepgemm_jit.ops  # noqa: F401 - before all that imports torch: where there is none, this says what to do
 from deepgemm_jit import __version__
 from deepgemm_jit.integrations.deep_gemm import absent, legacy, mega, testing, utils
 from deepgemm_jit.integrations.deep_gemm.casts import (

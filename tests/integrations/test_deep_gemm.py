@@ -423,6 +423,20 @@ def test_dependent_launch_is_what_was_set(driver: DriverDouble) -> None:
     assert [launch.dependent for launch in driver.launches] == [False] * half + [True] * half
 
 
+@pytest.mark.parametrize("recipe", [5, "ab", (1, 128.0, 128), (1, None, 128)])
+def test_a_recipe_that_is_no_numbers_is_refused(recipe: Any) -> None:
+    with pytest.raises(OperandError, match="fp8_gemm_nt.*recipe must be a (tuple of whole numbers|whole number)"):
+        deep_gemm.fp8_gemm_nt(None, None, torch.empty(0), recipe=recipe)
+
+
+@pytest.mark.parametrize("enabled", ["no", 1, 0, None])
+def test_dependent_launch_is_on_or_off_and_nothing_between(enabled: Any) -> None:
+    before = deep_gemm.get_pdl()
+    with pytest.raises(OperandError, match="set_pdl.*must be True or False"):
+        deep_gemm.set_pdl(enabled)
+    assert deep_gemm.get_pdl() is before
+
+
 def test_the_tensor_cores_are_used_in_full() -> None:
     assert deep_gemm.get_tc_util() == 100
     deep_gemm.set_tc_util(100)
@@ -535,6 +549,36 @@ def test_casts_for_other_kernels_than_ours_are_refused() -> None:
         deep_gemm.per_block_cast_to_fp8(x[0])
 
 
+@pytest.mark.parametrize(
+    ("dims", "shape", "text"),
+    [
+        ((5,), (3, 4), r"dimension 5, and x of shape \(3, 4\) has 2"),
+        ((-3,), (3, 4), r"dimension -3"),
+        ((0,), (), r"x of shape \(\) has 0"),
+        (0, (3, 4), "dims must be a tuple of whole numbers, not 0"),
+        ((0.5,), (3, 4), "each number of dims must be a whole number, not 0.5"),
+    ],
+)
+def test_dimensions_that_there_are_not_are_refused(dims: Any, shape: tuple[int, ...], text: str) -> None:
+    with pytest.raises(OperandError, match=text):
+        deep_gemm.per_custom_dims_cast_to_fp8(torch.ones(shape), dims)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: deep_gemm.per_token_cast_to_fp8(None),
+        lambda: deep_gemm.per_block_cast_to_fp8(None),
+        lambda: deep_gemm.per_custom_dims_cast_to_fp8(None, (0,)),
+        lambda: deep_gemm.transform_sf_into_required_layout(None, 77, 300, (1, 128)),
+        lambda: deep_gemm.get_mn_major_tma_aligned_tensor(None),
+    ],
+)
+def test_what_is_no_tensor_is_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(OperandError, match="must be a tensor, not NoneType"):
+        call()
+
+
 def test_the_cast_per_token_is_the_operation() -> None:
     with FakeTensorMode():
         values, scales = deep_gemm.per_token_cast_to_fp8(torch.empty((77, 256)), use_ue8m0=True, gran_k=128)
@@ -589,6 +633,9 @@ def test_scales_are_brought_into_the_layout_of_the_gemms_without_a_change() -> N
         ({"sf": torch.zeros(77, 1, dtype=torch.int32)}, UnsupportedError, "packed as UE8M0"),
         ({"sf": torch.zeros(77, 4)}, OperandError, r"of shape \(77, 3\), not torch.float32 of \(77, 4\)"),
         ({"sf": torch.zeros(77, 3, dtype=BF16)}, OperandError, "must be torch.float32"),
+        ({"recipe": 5}, OperandError, "recipe must be a tuple of whole numbers, not 5"),
+        ({"mn": None}, OperandError, "mn must be a whole number, not None"),
+        ({"num_groups": 2.0}, OperandError, "num_groups must be a whole number"),
         ({"num_groups": 2}, OperandError, r"of shape \(2, 77, 3\)"),
     ],
 )

@@ -6,7 +6,8 @@ import torch
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.ops.checks import SCALE_BLOCK, round_up
+from deepgemm_jit.integrations.deep_gemm.refusals import numbers
+from deepgemm_jit.ops.checks import SCALE_BLOCK, require_tensors, round_up
 from deepgemm_jit.ops.ue8m0 import expand_blocks, power_of_two_above
 
 __all__ = ["per_block_cast_to_fp8", "per_custom_dims_cast_to_fp8", "per_token_cast_to_fp8"]
@@ -62,6 +63,7 @@ def per_block_cast_to_fp8(
         UnsupportedError: another ``gran_k``.
     """
     _require_block("per_block_cast_to_fp8", gran_k)
+    require_tensors("per_block_cast_to_fp8", x=x)
     if x.dim() != 2:
         fault = f"x must have 2 dimensions, not shape {tuple(x.shape)}"
         raise OperandError(operation="per_block_cast_to_fp8", faults=[fault])
@@ -85,7 +87,19 @@ def per_custom_dims_cast_to_fp8(
 
     Returns:
         float8_e4m3fn of the shape of ``x``, and float32 scales, without dimensions of size 1.
+
+    Raises:
+        OperandError: ``x`` is no tensor, or lacks one of the dimensions.
     """
+    operation = "per_custom_dims_cast_to_fp8"
+    require_tensors(operation, x=x)
+    faults = [
+        f"dims names dimension {dim}, and x of shape {tuple(x.shape)} has {x.dim()}"
+        for dim in numbers(operation, "dims", dims)
+        if not -x.dim() <= dim < x.dim()
+    ]
+    if faults:
+        raise OperandError(operation=operation, faults=faults)
     kept = {dim % x.dim() for dim in dims}
     shared = tuple(dim for dim in range(x.dim()) if dim not in kept)
     magnitudes = x.float().abs()

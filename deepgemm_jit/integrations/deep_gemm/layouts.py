@@ -6,7 +6,8 @@ import torch
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.ops.checks import SCALE_BLOCK, round_up, whole_number
+from deepgemm_jit.integrations.deep_gemm.refusals import numbers
+from deepgemm_jit.ops.checks import SCALE_BLOCK, require_tensors, round_up, whole_number
 
 __all__ = [
     "align",
@@ -110,10 +111,14 @@ def transform_sf_into_required_layout(
         Scales per row M-major with columns padded to 16 bytes; scales per block as they are.
 
     Raises:
-        OperandError: a shape or a dtype that does not fit, or a recipe without ``is_sfa``.
+        OperandError: no tensor, a shape or a dtype that does not fit, or a recipe without ``is_sfa``.
         UnsupportedError: other blocks, or packed scales.
     """
-    rows, columns = _granularity(recipe, is_sfa)
+    operation = "transform_sf_into_required_layout"
+    require_tensors(operation, sf=sf)
+    sizes = {"mn": mn, "k": k, **({} if num_groups is None else {"num_groups": num_groups})}
+    mn, k, *groups = (whole_number(operation, name, size) for name, size in sizes.items())
+    rows, columns = _granularity(numbers(operation, "recipe", recipe), is_sfa)
     if sf.dtype == torch.int32:
         raise UnsupportedError(
             given="scales packed as UE8M0 in int32",
@@ -122,10 +127,10 @@ def transform_sf_into_required_layout(
         )
     if (rows, columns) not in ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK)):
         raise UnsupportedError(given=f"scales per {rows} x {columns}", supported="scales per 1 x 128 and per 128 x 128")
-    shape = (*(() if num_groups is None else (num_groups,)), ceil_div(mn, rows), ceil_div(k, columns))
+    shape = (*groups, ceil_div(mn, rows), ceil_div(k, columns))
     if tuple(sf.shape) != shape or sf.dtype != torch.float32:
         fault = f"sf must be {torch.float32} of shape {shape}, not {sf.dtype} of {tuple(sf.shape)}"
-        raise OperandError(operation="transform_sf_into_required_layout", faults=[fault])
+        raise OperandError(operation=operation, faults=[fault])
     if rows == 1:
         return get_mn_major_tma_aligned_tensor(sf)
     return sf if sf.stride(-1) == 1 or sf.size(-1) == 1 else sf.contiguous()
@@ -136,5 +141,5 @@ def _granularity(recipe: tuple[int, ...], is_sfa: bool | None) -> tuple[int, int
         return recipe[0], recipe[1]
     if len(recipe) == 3 and is_sfa is not None:
         return recipe[0 if is_sfa else 1], recipe[2]
-    fault = f"recipe {tuple(recipe)} with is_sfa={is_sfa}: three numbers need is_sfa, two must go without"
+    fault = f"recipe {recipe} with is_sfa={is_sfa}: three numbers need is_sfa, two must go without"
     raise OperandError(operation="transform_sf_into_required_layout", faults=[fault])

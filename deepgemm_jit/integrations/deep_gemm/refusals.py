@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.ops.checks import SCALE_BLOCK
+from deepgemm_jit.errors import OperandError, UnsupportedError
+from deepgemm_jit.ops.checks import SCALE_BLOCK, whole_number
 
 _RECIPE = (1, SCALE_BLOCK, SCALE_BLOCK)
 """Rows of A, rows of B and columns that share a scale."""
@@ -18,6 +18,7 @@ def require_scales_we_read(operation: str, a: Any, b: Any, recipe: Any, recipe_a
     """Refuse FP4 values, packed scales and scales of other blocks than 1 x 128 of A and 128 x 128 of B.
 
     Raises:
+        OperandError: a recipe that is no sequence of numbers.
         UnsupportedError: what was given, and what serves instead.
     """
     # Each call of a decoding step comes through here: what is as usual is passed with a comparison or two.
@@ -29,10 +30,21 @@ def require_scales_we_read(operation: str, a: Any, b: Any, recipe: Any, recipe_a
     _require_operand(operation, "b", b)
 
 
+def numbers(operation: str, name: str, given: Any) -> tuple[int, ...]:
+    """Return a tuple or a list of whole numbers as a tuple.
+
+    Raises:
+        OperandError: it is something else.
+    """
+    if not isinstance(given, (tuple, list)):
+        raise OperandError(operation=operation, faults=[f"{name} must be a tuple of whole numbers, not {given!r}"])
+    return tuple(whole_number(operation, f"each number of {name}", number) for number in given)
+
+
 def _require_recipe(operation: str, name: str, given: Any, ours: tuple[int, ...]) -> None:
-    if given is not None and tuple(given) != ours:
+    if given is not None and (recipe := numbers(operation, name, given)) != ours:
         raise UnsupportedError(
-            given=f"{operation} with {name}={tuple(given)}",
+            given=f"{operation} with {name}={recipe}",
             supported=f"{name}={ours}, or None",
             advice="Weights with a scale per row and 128 columns are served in the experts forward, by ops.prepare_experts",
         )

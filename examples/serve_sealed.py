@@ -25,6 +25,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,13 +69,17 @@ def sizes_of(path: str) -> Sizes:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = json.loads(file.read_text())
+    supported = "here, FP8 experts of Qwen and DeepSeek"
     try:
-        if config["quantization_config"]["weight_block_size"] != [BLOCK, BLOCK]:
+        quantization = config["quantization_config"]
+        if quantization["weight_block_size"] != [BLOCK, BLOCK]:
             raise KeyError("weight_block_size of 128 x 128")
+        if "fp4" in (config.get("expert_dtype"), quantization.get("expert_dtype")):
+            raise UnsupportedError(given=f"{file} with FP4 experts", supported=supported)
         experts = config["num_experts"] if "num_experts" in config else config["n_routed_experts"]
         return Sizes(config["hidden_size"], config["moe_intermediate_size"], experts, config["num_experts_per_tok"])
     except KeyError as missing:
-        raise UnsupportedError(given=f"{file} without {missing}", supported="here, FP8 experts of Qwen and DeepSeek") from None
+        raise UnsupportedError(given=f"{file} without {missing}", supported=supported) from None
 
 
 class Layer:
@@ -179,11 +184,23 @@ def tokens_of(body: bytes, most: int) -> int:
 
 
 class Http(ThreadingHTTPServer):
-    """Answers requests, each in a thread of its own, on the GPUs in turn."""
+    """Answers requests, each in a thread of its own, on the GPUs in turn.
 
-    def __init__(self, address: tuple[str, int], server: Server) -> None:
-        super().__init__(address, Handler)
+    It takes its address at once, so that one that is not to be had ends the start-up before it begins, and listens when it is
+    told what to serve.
+    """
+
+    served: Server
+    turns: Iterator[Layer]
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address, Handler, bind_and_activate=False)
+        self.server_bind()
+
+    def listen(self, server: Server) -> None:
+        """Take connections from here on."""
         self.served, self.turns = server, itertools.cycle(server.layers)
+        self.server_activate()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -241,17 +258,23 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        server = start(arguments.model, arguments.max_tokens)
-    except KernelNotBuiltError as missing:
-        sizes = shlex.join(["--model", arguments.model, "--max-tokens", str(arguments.max_tokens)])
-        log.error("not started, as nothing may be compiled here: %s %s", missing, sizes)
+        http = Http((arguments.host, arguments.port))
+    except (OSError, OverflowError) as error:
+        log.error("not started: no listening at %s, port %d: %s", arguments.host, arguments.port, error)
         return 1
-    except DeepGemmJitError as error:
-        log.error("not started: %s", error)
-        return 1
-    if server.not_ready:
-        log.warning("started without a GPU: %s", server.not_ready)
-    with Http((arguments.host, arguments.port), server) as http:
+    with http:
+        try:
+            server = start(arguments.model, arguments.max_tokens)
+        except KernelNotBuiltError as missing:
+            sizes = shlex.join(["--model", arguments.model, "--max-tokens", str(arguments.max_tokens)])
+            log.error("not started, as nothing may be compiled here: %s %s", missing, sizes)
+            return 1
+        except DeepGemmJitError as error:
+            log.error("not started: %s", error)
+            return 1
+        if server.not_ready:
+            log.warning("started without a GPU: %s", server.not_ready)
+        http.listen(server)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print(f"http://{arguments.host}:{http.server_port}", flush=True)
         try:

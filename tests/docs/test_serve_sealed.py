@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -177,12 +178,36 @@ def test_without_a_gpu_the_layer_comes_as_far_as_the_devices_of_its_tensors(monk
     assert [fault for fault in refusal.value.faults if not fault.endswith("must be on a CUDA device, not cpu")] == []
 
 
+def _refused(*options: str) -> str:
+    """Return what it says that does not start."""
+    command = [*_command(), *options]  # of an option that stands twice the last counts
+    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
 def test_a_model_that_it_has_no_layer_for_is_refused(tmp_path: Path) -> None:
     config = json.loads((MODEL / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [*_command()[:2], "--model", str(tmp_path)]
-    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert "not started: not supported" in ended.stderr
-    assert "quantization_config" in ended.stderr
+    said = _refused("--model", str(tmp_path))
+    assert "not started: not supported" in said
+    assert "quantization_config" in said
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_model_with_fp4_experts_is_refused(outer: bool, tmp_path: Path) -> None:
+    config = json.loads((ROOT / "tests/data/models/deepseek-v4-flash/config.json").read_text())
+    del (config["quantization_config"] if outer else config)["expert_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "with FP4 experts" in _refused("--model", str(tmp_path))
+
+
+def test_an_address_that_is_not_to_be_had_is_refused_before_anything_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = _refused("--port", str(port), "--model", "no/such/model")
+    assert f"not started: no listening at 127.0.0.1, port {port}: " in said
+    assert "in use" in said
+    assert "not started: no listening at 127.0.0.1, port 80000: " in _refused("--port", "80000", "--model", "no/such/model")

@@ -58,16 +58,19 @@ def settings_in(folder: Path, **more: Any) -> Settings:
     return read_settings({}, cache_dir=folder / "kernels", lock_dir=folder / "locks", **more)
 
 
-def hiding(package: str, folder: Path, *command: str) -> str:
-    """Run the command line where a package cannot be imported; return what it says."""
-    (folder / "sitecustomize.py").write_text(
-        "import importlib.abc, sys\n"
-        "class Hide(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] == {package!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Hide())\n"
-    )
+# sitecustomize: the bindings are there and libnvrtc is not, as where the extra was forgotten. A machine may have one elsewhere, as of
+# a CUDA toolkit, so that the search itself is what finds nothing.
+_WITHOUT_NVRTC = """
+from cuda import pathfinder
+def search(name):
+    raise pathfinder.DynamicLibNotFoundError(f"no lib{name}.so")
+pathfinder.load_nvidia_dynamic_lib = search
+"""
+
+
+def without_nvrtc(folder: Path, *command: str) -> str:
+    """Run the command line where there is no libnvrtc; return what it says."""
+    (folder / "sitecustomize.py").write_text(_WITHOUT_NVRTC)
     environment = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *filter(None, sys.path)]), "PATH": os.defpath}
     child = subprocess.run(
         [sys.executable, "-m", "deepgemm_jit", *command, "--cache-dir", str(folder / "kernels")],
@@ -89,8 +92,8 @@ def no_such_value(_folder: Path) -> None:
     read_settings({"DEEPGEMM_JIT_COMPILE": "0"})
 
 
-def no_bindings(folder: Path) -> str:
-    return hiding("cuda", folder, "warmup", "--arch", "sm_90a")
+def no_nvrtc(folder: Path) -> str:
+    return without_nvrtc(folder, "warmup", "--arch", "sm_90a")
 
 
 def old_driver(_folder: Path) -> None:
@@ -249,7 +252,7 @@ def _logged(action: Callable[[], object]) -> str:
 CASES: dict[str, Case] = {
     function.__name__.replace("_", " "): function
     for function in (
-        not_built, no_such_setting, no_such_value, no_bindings, old_driver, no_driver, unsupported_gpu,
+        not_built, no_such_setting, no_such_value, no_nvrtc, old_driver, no_driver, unsupported_gpu,
         unsupported_arch, wrong_split, wrong_operands, another_device, reset_context, unloaded_kernel, forked_process,
         load_in_capture, unsafe_store, unusable_store, damaged_entry, open_pack, pack_of_another_schema,
     )

@@ -59,19 +59,24 @@ def with_site_links(markdown: str, lies_at: str, shown_at: str) -> str:
 
 
 def settings_table() -> str:
-    """Return a row for each setting: what the variable takes, as its parser says, and what the source says that it means."""
+    """Return a row for each setting: what it takes, as its parser says, what it means, as the source says, README's default."""
     rows = ["| variable | takes | means | default |", "| --- | --- | --- | --- |"]
-    meanings, defaults = _meanings(), settings.Settings()
+    meanings, defaults = _meanings(), _defaults()
     for name in settings.setting_names():
         variable = settings.PREFIX + name.upper()
         try:
             settings.read_settings({variable: ""})  # empty means nothing to every setting, and the refusal says what does
         except SettingError as refusal:
             takes = refusal.needed
-        default = settings.setting_text(getattr(defaults, name))
         meaning = meanings[name].replace("``", "`")
-        rows.append(f"| `{variable}` | {takes} | {meaning} | {f'`{default}`' if default else 'none'} |")
+        rows.append(f"| `{variable}` | {takes} | {meaning} | {defaults[variable]} |")
     return "\n".join(rows)
+
+
+def _defaults() -> dict[str, str]:
+    """Return the last cell of each variable's row in README: a default of None is a word only for people."""
+    rows = re.findall(rf"^\| `({settings.PREFIX}\w+)` \|.*\| ([^|]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return dict(rows)
 
 
 def _meanings() -> dict[str, str]:

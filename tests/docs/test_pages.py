@@ -44,6 +44,8 @@ def test_every_setting_is_in_the_table_with_what_it_takes_and_means(hooks: Modul
         "`auto`: compile what is missing; `warn`: and log it; `never`: refuse.",
         "`auto`",
     ]
+    defaults = {row[0].removeprefix(f"`{PREFIX}").rstrip("`").lower(): row[3] for row in rows}
+    assert (defaults["cache_dir"], defaults["lock_timeout_s"], defaults["packs"]) == ("the user's cache folder", "120", "none")
     assert hooks.SETTINGS_MARK in (ROOT / "docs/settings.md").read_text()
 
 

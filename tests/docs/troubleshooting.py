@@ -58,8 +58,8 @@ def settings_in(folder: Path, **more: Any) -> Settings:
     return read_settings({}, cache_dir=folder / "kernels", lock_dir=folder / "locks", **more)
 
 
-# sitecustomize: the bindings are there and libnvrtc is not, as where the extra was forgotten. A machine may have one elsewhere, as of
-# a CUDA toolkit, so that the search itself is what finds nothing.
+# sitecustomize: the bindings are there and libnvrtc is not, as where the extra was forgotten. A machine may have one elsewhere,
+# of a CUDA toolkit, so it is the search that finds nothing.
 _WITHOUT_NVRTC = """
 from cuda import pathfinder
 def search(name):

@@ -115,10 +115,12 @@ class KernelService:
     def states(self, specs: Iterable[KernelSpec], device_ordinal: int | None = None) -> Mapping[KernelSpec, KernelState]:
         """Return the state of each kernel; asks no driver and takes no lock, so that any thread may poll it.
 
-        A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far.
+        A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far. In a fork none is:
+        the parent's stay the parent's. That a GPU was reset is noticed by the next call on it, not here.
         """
         loaded: dict[int, set[KernelSpec]] = {}
-        for home in list(self._homes.values()):
+        pid = os.getpid()
+        for home in [each for each in list(self._homes.values()) if each.context.identity.pid == pid]:
             loaded.setdefault(home.context.device_ordinal, set()).update(list(home.kernels))
         wanted = list(loaded) if device_ordinal is None else [device_ordinal]
         return {

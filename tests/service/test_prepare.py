@@ -283,6 +283,13 @@ def test_a_fork_does_not_take_a_kernel_for_building_that_its_parent_builds(build
         thread.join()
 
 
+@pytest.mark.none
+def test_what_a_parent_loaded_is_not_ready_in_a_fork(driver: DriverDouble, service: KernelService) -> None:
+    service.prepare(SPECS[:1], [0])
+    assert service.states(SPECS[:1]) == {SPECS[0]: "ready"}
+    assert holds_in_fork(lambda: service.states(SPECS[:1]) == service.states(SPECS[:1], 0) == {SPECS[0]: "cold"})
+
+
 # --- events and counts
 
 

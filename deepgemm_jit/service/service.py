@@ -105,6 +105,7 @@ class KernelService:
             OperandError: ``jobs`` is no count.
             UnsupportedError: as of :meth:`kernel`.
         """
+        self._monitor.refuse_listeners("a preparation")
         specs = tuple(dict.fromkeys(specs))
         for spec in specs:
             require_member(spec)
@@ -136,8 +137,8 @@ class KernelService:
     def on_event(self, listener: Callable[[KernelEvent], None]) -> None:
         """Call ``listener`` with each thing that is done for a kernel from now on, in the thread that did it.
 
-        Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel. What it raises
-        is logged.
+        Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel, which raises
+        OperandError there. What it raises is logged.
         """
         self._monitor.listen(listener)
 
@@ -268,6 +269,7 @@ class KernelService:
         return replace(limits, sms=self._sms_limit, whole=False)
 
     def _lock(self, spec: KernelSpec) -> Lock:
+        self._monitor.refuse_listeners(spec.name)
         # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
         return self._locks.setdefault((os.getpid(), spec), Lock())
 

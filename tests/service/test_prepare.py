@@ -342,6 +342,26 @@ def test_a_listener_that_fails_fails_no_call(service: KernelService, caplog: pyt
 
 
 @pytest.mark.none
+@pytest.mark.parametrize("asks", ["kernel", "unload", "prepare"])
+@pytest.mark.parametrize("spec", SPECS[:2], ids=["the kernel it is told of", "another"])
+def test_a_listener_that_asks_for_a_kernel_is_told_its_mistake_and_waits_for_nothing(
+    asks: str, spec: KernelSpec, service: KernelService, caplog: pytest.LogCaptureFixture
+) -> None:
+    def greedy(event: KernelEvent) -> None:
+        with service.call(0, 0):
+            getattr(service, asks)([spec] if asks == "prepare" else spec)
+
+    service.on_event(greedy)
+    thread = threading.Thread(target=launch, args=(service, SPECS[0]), daemon=True)
+    thread.start()
+    thread.join(HELD_S)
+    assert not thread.is_alive(), "it waits for itself"
+    assert service.states(SPECS[:1]) == {SPECS[0]: "ready"}
+    assert "greedy asks the service for" in caplog.text
+    assert service.prepare(SPECS[:1], [0]).kernels == 1, "outside of a listener all is as before"
+
+
+@pytest.mark.none
 def test_counts_of_many_threads_add_up(service: KernelService) -> None:
     threads = [threading.Thread(target=service.prepare, args=(WHOLE_SET, [number % 2])) for number in range(8)]
     for thread in threads:

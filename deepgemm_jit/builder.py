@@ -13,7 +13,7 @@ from deepgemm_jit.compiler import compile_options, compile_source, nvrtc_info
 from deepgemm_jit.cubin import Cubin
 from deepgemm_jit.errors import KernelNotBuiltError, ToolchainError
 from deepgemm_jit.frontend import render
-from deepgemm_jit.settings import PREFIX, CompilePolicy, Settings, read_settings
+from deepgemm_jit.settings import CompilePolicy, Settings, read_settings
 from deepgemm_jit.spec import KernelSpec, require_member
 from deepgemm_jit.store import Store, request_key
 
@@ -78,8 +78,8 @@ class Builder:
     def warmup_command(self, arch: str) -> str:
         """Return the command that builds the kernel set of ``arch`` into the store of this builder."""
         words = ["deepgemm-jit", "warmup", "--arch", arch]
-        # A variable reaches the command by itself; what the program was given does not.
-        if self.settings.cache_dir is not None and self.settings.origin("cache_dir") != PREFIX + "CACHE_DIR":
+        # Also where a variable says so: the shell in which the command is run may lack it.
+        if self.settings.cache_dir is not None:
             words += ["--cache-dir", str(self.settings.cache_dir)]
         return shlex.join(words)
 

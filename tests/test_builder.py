@@ -60,14 +60,16 @@ def test_a_cubin_that_lives_in_memory_is_never_called_stored() -> None:
     [
         (lambda root: read_settings(cache_dir=root, compile="never"), True),
         (lambda root: Settings(cache_dir=root, compile="never"), True),
-        (lambda root: read_settings(compile="never"), False),
+        (lambda root: read_settings({"DEEPGEMM_JIT_CACHE_DIR": str(root)}, compile="never"), True),
+        (lambda root: read_settings({}, compile="never"), False),
     ],
-    ids=["argument", "made by hand", "variable"],
+    ids=["argument", "made by hand", "variable", "default"],
 )
-def test_the_command_for_a_kernel_that_is_not_built_names_the_store_that_the_environment_does_not(
-    tmp_path: Path, settings: Callable[[Path], Settings], named: bool
+def test_the_command_for_a_kernel_that_is_not_built_names_the_store_unless_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Callable[[Path], Settings], named: bool
 ) -> None:
     root = tmp_path / "a store"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "default"))
     with pytest.raises(KernelNotBuiltError) as refused:
         Builder(settings(root)).build(CAST)
     expected = ["deepgemm-jit", "warmup", "--arch", "sm_90a", *(["--cache-dir", str(root)] if named else [])]

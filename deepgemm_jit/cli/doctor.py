@@ -16,8 +16,8 @@ from deepgemm_jit.__about__ import __version__
 from deepgemm_jit.builder import Builder, check_loadable
 from deepgemm_jit.cli.output import Opened, Reply, Session, command, count, kernels_by_key, open_store
 from deepgemm_jit.cli.packs import CheckedPack, checked_pack
-from deepgemm_jit.errors import DeepGemmJitError, StoreError, UnsupportedError
-from deepgemm_jit.settings import PREFIX, Settings, read_settings, setting_names, setting_text
+from deepgemm_jit.errors import DeepGemmJitError, StoreError, ToolchainError, UnsupportedError
+from deepgemm_jit.settings import PREFIX, CompilePolicy, Settings, read_settings, setting_names, setting_text
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_of, kernel_set
 from deepgemm_jit.store import Entry
 from deepgemm_jit.store.key import parsed_version
@@ -74,7 +74,7 @@ def _checks(session: Session) -> Iterator[Check]:
     except StoreError as error:
         opened = error
     builder = Builder(settings)
-    yield _check("nvrtc", _nvrtc)
+    yield nvrtc_check(settings.compile)
     yield from nvrtc_packages(_installed())
     yield _check("headers", lambda: _headers(builder))
     report = _driver_report()
@@ -92,9 +92,17 @@ def _check(name: str, find: Callable[[], str]) -> Check:
     try:
         return Check(name, True, find())
     except DeepGemmJitError as error:
-        known = error.__cause__ is None or str(error.__cause__) in str(error)
-        cause = "" if known else f" ({type(error.__cause__).__name__}: {error.__cause__})"
-        return Check(name, False, f"{error}{cause}", getattr(error, "fix", _REPORT))
+        return _fault(name, error)
+
+
+def _fault(name: str, error: DeepGemmJitError) -> Check:
+    """Return the finding of an error, with its cause where it does not tell that itself, and with its fix in one place only."""
+    fix = getattr(error, "fix", "")
+    told = str(error).removesuffix(fix).strip() if fix else str(error)
+    cause = str(error.__cause__).strip() if error.__cause__ is not None else ""
+    if cause and cause not in told:
+        told = f"{told} ({type(error.__cause__).__name__}: {cause})"
+    return Check(name, False, told, fix or _REPORT)
 
 
 def _versions() -> str:
@@ -124,6 +132,18 @@ def _settings(settings: Settings, place: Location) -> str:
         source = f"from {origin}" if origin != "default" else origin
         lines.append(f"{PREFIX}{name.upper()} = {effective.get(name, getattr(settings, name))} ({source})")
     return "\n".join(lines)
+
+
+def nvrtc_check(policy: CompilePolicy) -> Check:
+    """Return whether kernels can be compiled; where the policy never does, a machine without NVRTC is as it should be."""
+    try:
+        return Check("nvrtc", True, _nvrtc())
+    except ToolchainError as error:
+        if policy == "never" and error.missing == "NVRTC":  # not there at all: one that is there and broken is told
+            return Check("nvrtc", True, "no NVRTC here; the policy never compiles")
+        return _fault("nvrtc", error)
+    except DeepGemmJitError as error:
+        return _fault("nvrtc", error)
 
 
 def _nvrtc() -> str:

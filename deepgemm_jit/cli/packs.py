@@ -113,10 +113,11 @@ def create(session: Session, file: Path, arch: str | None, **options: Any) -> Re
     entries, missing, fix = examined.sound, [], ""
     if arch is not None:
         wanted = PlanOptions(arch, **options)
-        keys = {opened.builder.request(spec).key: spec.name for spec in wanted.plan().kernels}
+        plan = wanted.plan()
+        keys = {opened.builder.request(spec).key: spec.name for spec in plan.kernels}
         entries = [entry for entry in entries if entry.key in keys]
         missing = sorted(set(keys.values()) - {keys[entry.key] for entry in entries})
-        fix = wanted.warmup_command(session)
+        fix = wanted.warmup_command(session, plan)
         found = [fault for fault in found if fault[0].partition(".")[0] in keys]
     bad = [f"{path} {reason}" for _, path, reason in found]
     if bad or missing or not entries:

@@ -47,10 +47,11 @@ class PlanOptions:
             return plan_for(self.arch)
         return plan_for(self.arch, read_with(self.reader or "auto", self.model), **sizes)
 
-    def warmup_command(self, session: Session) -> str:
-        """Return the command that builds this plan."""
+    def warmup_command(self, session: Session, plan: Plan | None = None) -> str:
+        """Return the command that builds this plan, with the reader that made it: where it is run, "auto" may be another one."""
         words = ["deepgemm-jit", "warmup", "--arch", self.arch]
-        given = {"model": self.model, "reader": self.reader, **self._sizes(), "cache_dir": session.cache_dir}
+        reader = None if plan is None or plan.reader is None else plan.reader.partition(" ")[0]
+        given = {"model": self.model, "reader": reader, **self._sizes(), "cache_dir": session.settings().cache_dir}
         for name, value in given.items():
             if value is not None:
                 words += ["--" + name.replace("_", "-"), str(value)]

@@ -61,7 +61,8 @@ def verify(session: Session, arch: str | None, audit: Path | None, **options: An
     planned = None
     if arch is not None:
         wanted = PlanOptions(arch, **options)
-        planned, fix = wanted.plan().kernels, wanted.warmup_command(session)
+        plan = wanted.plan()
+        planned, fix = plan.kernels, wanted.warmup_command(session, plan)
         missing = [{"name": spec.name, "command": fix} for spec in planned if not is_built(spec)]
         parts.append(f"{len(missing)} of {count(len(planned), 'kernel')} missing")
         if missing:

@@ -29,8 +29,8 @@ from deepgemm_jit.errors import OperandError, ToolchainError
 from deepgemm_jit.integrations import experts, linears
 from deepgemm_jit.integrations.gates import gate_seen
 from deepgemm_jit.integrations.problems import Needs, experts_needs, kernels_for, linear_needs
-from deepgemm_jit.service import Preparation, default_service
-from deepgemm_jit.spec import ARCHES, arch_named
+from deepgemm_jit.service import KernelService, Preparation, default_service
+from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named
 from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -117,32 +117,21 @@ def prepare_kernels(
     Raises:
         UnsupportedError: experts of a scheme without kernel.
         OperandError: a number that is none, or neither a GPU nor an arch.
-        KernelNotBuiltError, CompileError, ToolchainError, DriverError: as of :meth:`KernelService.prepare`; with a ``group`` on
-            every rank.
+        KernelNotBuiltError, CompileError, ToolchainError, DriverError: as of :meth:`KernelService.prepare`.
+
+    With a ``group`` every rank raises the error of the one that failed.
     """
-    if type(max_tokens) is not int or max_tokens < 1:
-        fault = f"max_tokens = {max_tokens!r}, needed: a whole number of at least 1"
-        raise OperandError(operation="prepare_kernels", faults=[fault])
-    needs, ordinals = _needs_of(model, max_tokens)
-    if not needs:
-        logger.warning("no module of this %s runs with deepgemm_jit: there is no kernel to prepare", type(model).__name__)
     service = default_service()
-    arch_sms: dict[str, set[int]] = {}
-    later = set(sms or ())
-    for ordinal in ordinals:
-        with service.call(ordinal, 0) as call:
-            arch_sms.setdefault(call.limits.arch, set()).update({call.limits.sms, call.context.sms})
-    if needs and not ordinals:
-        if arch is None:
-            fault = f"the model lies on no GPU: move it to one first, or name an arch to build for: {', '.join(ARCHES)}"
-            raise OperandError(operation="prepare_kernels", faults=[fault])
-        arch_sms[arch] = set() if later else set(range(1, arch_named(arch).max_sms + 1))
-    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, sorted(counts | later))]
+
+    def wanted() -> tuple[list[KernelSpec], list[int]]:
+        return _wanted(service, model, max_tokens, sms, arch)
+
     if group is None:
+        specs, ordinals = wanted()
         return service.prepare(specs, ordinals, jobs=jobs)
     from deepgemm_jit.integrations.ranks import prepare_together
 
-    return prepare_together(service, specs, ordinals, jobs, group)
+    return prepare_together(service, wanted, jobs, group)
 
 
 class AcceleratedLinears:
@@ -223,6 +212,30 @@ def _fault(interface: Any, forward: Callable[..., Any]) -> str:
     other = interface[NAME]
     described = f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
     return f"{type(interface).__name__} has {described} under {NAME!r} and not {forward.__name__}; take it out first"
+
+
+def _wanted(
+    service: KernelService, model: nn.Module, max_tokens: int, sms: Iterable[int] | None, arch: str | None
+) -> tuple[list[KernelSpec], list[int]]:
+    """Return the kernels that the modules which run with us can ask for, and the GPUs that they lie on."""
+    if type(max_tokens) is not int or max_tokens < 1:
+        fault = f"max_tokens = {max_tokens!r}, needed: a whole number of at least 1"
+        raise OperandError(operation="prepare_kernels", faults=[fault])
+    needs, ordinals = _needs_of(model, max_tokens)
+    if not needs:
+        logger.warning("no module of this %s runs with deepgemm_jit: there is no kernel to prepare", type(model).__name__)
+    arch_sms: dict[str, set[int]] = {}
+    later = set(sms or ())
+    for ordinal in ordinals:
+        with service.call(ordinal, 0) as call:
+            arch_sms.setdefault(call.limits.arch, set()).update({call.limits.sms, call.context.sms})
+    if needs and not ordinals:
+        if arch is None:
+            fault = f"the model lies on no GPU: move it to one first, or name an arch to build for: {', '.join(ARCHES)}"
+            raise OperandError(operation="prepare_kernels", faults=[fault])
+        arch_sms[arch] = set() if later else set(range(1, arch_named(arch).max_sms + 1))
+    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, sorted(counts | later))]
+    return specs, ordinals
 
 
 def _needs_of(model: nn.Module, max_tokens: int) -> tuple[list[Needs], list[int]]:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 from typing import Literal
 
-from deepgemm_jit.errors import KernelNotBuiltError
+from deepgemm_jit.errors import KernelNotBuiltError, OperandError
 from deepgemm_jit.spec import KernelSpec
 
 logger = logging.getLogger("deepgemm_jit.service")
@@ -62,10 +62,23 @@ class Monitor:
         # By process: a fork inherits neither the threads that build nor the one that may hold the lock.
         self._building: set[tuple[int, KernelSpec]] = set()
         self._locks: dict[int, Lock] = {}
+        self._thread = local()
 
     def listen(self, on_event: Callable[[KernelEvent], None]) -> None:
         """Call ``on_event`` with each event from now on."""
         self._listeners = (*self._listeners, on_event)
+
+    def refuse_listeners(self, asked: str) -> None:
+        """Refuse what is asked by a listener: it is called with a kernel's lock held, which it would wait for without end.
+
+        Raises:
+            OperandError: this thread is calling one.
+        """
+        listener = getattr(self._thread, "listener", None)
+        if listener is not None:
+            name = getattr(listener, "__qualname__", type(listener).__qualname__)
+            fault = f"the listener {name} asks the service for {asked} while others wait for the kernel that it is told of; "
+            raise OperandError(operation="on_event", faults=[f"{fault}do it in another thread, and do not wait for that"])
 
     @property
     def counts(self) -> Counts:
@@ -105,8 +118,11 @@ class Monitor:
         with self._locks.setdefault(os.getpid(), Lock()):
             self._counts[phase] += 1
         for listener in self._listeners:
+            self._thread.listener = listener
             try:
                 listener(event)
             except Exception:
                 # Metrics that break must not keep a kernel from being launched.
                 logger.exception("an on_event function failed on %s of %s", phase, spec.name)
+            finally:
+                self._thread.listener = None

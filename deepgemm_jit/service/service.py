@@ -105,6 +105,7 @@ class KernelService:
             OperandError: ``jobs`` is no count.
             UnsupportedError: as of :meth:`kernel`.
         """
+        self._monitor.refuse_listeners("a preparation")
         specs = tuple(dict.fromkeys(specs))
         for spec in specs:
             require_member(spec)
@@ -115,10 +116,12 @@ class KernelService:
     def states(self, specs: Iterable[KernelSpec], device_ordinal: int | None = None) -> Mapping[KernelSpec, KernelState]:
         """Return the state of each kernel; asks no driver and takes no lock, so that any thread may poll it.
 
-        A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far.
+        A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far. In a fork none is:
+        the parent's stay the parent's. That a GPU was reset is noticed by the next call on it, not here.
         """
         loaded: dict[int, set[KernelSpec]] = {}
-        for home in list(self._homes.values()):
+        pid = os.getpid()
+        for home in [each for each in list(self._homes.values()) if each.context.identity.pid == pid]:
             loaded.setdefault(home.context.device_ordinal, set()).update(list(home.kernels))
         wanted = list(loaded) if device_ordinal is None else [device_ordinal]
         return {
@@ -134,8 +137,8 @@ class KernelService:
     def on_event(self, listener: Callable[[KernelEvent], None]) -> None:
         """Call ``listener`` with each thing that is done for a kernel from now on, in the thread that did it.
 
-        Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel. What it raises
-        is logged.
+        Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel, which raises
+        OperandError there. What it raises is logged.
         """
         self._monitor.listen(listener)
 
@@ -266,6 +269,7 @@ class KernelService:
         return replace(limits, sms=self._sms_limit, whole=False)
 
     def _lock(self, spec: KernelSpec) -> Lock:
+        self._monitor.refuse_listeners(spec.name)
         # One lock per spec, not per context: two GPUs that need the same kernel at once build it once.
         return self._locks.setdefault((os.getpid(), spec), Lock())
 

@@ -44,10 +44,10 @@ def test_an_empty_file_is_fine_and_a_missing_one_is_wrong_usage(answer: Answer, 
     assert answer("verify", "--audit", audit) == {"ok": True, "checked": 0, "bad": [], "missing": []}
 
 
-def test_what_run_time_was_refused_is_missing_until_the_command_has_run(answer: Answer, audit: Path) -> None:
+def test_what_run_time_was_refused_is_missing_until_the_command_has_run(answer: Answer, audit: Path, cache_dir: Path) -> None:
     Audit(audit).note(CAST.name, "0" * 64)
     (missing,) = answer("verify", "--audit", audit, status=1)["missing"]
-    assert (missing["name"], missing["command"]) == (CAST.name, "deepgemm-jit warmup --arch sm_90a")
+    assert (missing["name"], missing["command"]) == (CAST.name, f"deepgemm-jit warmup --arch sm_90a --cache-dir {cache_dir}")
     assert missing["caller"].endswith(test_what_run_time_was_refused_is_missing_until_the_command_has_run.__name__)
     text = CliRunner().invoke(main, ["verify", "--audit", str(audit)])
     assert text.exit_code == 1
@@ -57,14 +57,17 @@ def test_what_run_time_was_refused_is_missing_until_the_command_has_run(answer: 
     assert answer("verify", "--audit", audit)["ok"]
 
 
-def test_what_run_time_compiled_itself_is_built_but_missing_from_a_plan_without_it(answer: Answer, audit: Path) -> None:
+def test_what_run_time_compiled_itself_is_built_but_missing_from_a_plan_without_it(
+    answer: Answer, audit: Path, cache_dir: Path
+) -> None:
     compiled_by_run_time(audit, OUTSIDE)
     assert answer("verify", "--audit", audit)["ok"], "the store has it now"
     answer("warmup", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin", "--jobs", 2)
     planned = "verify", "--arch", "sm_90a", "--model", DEEPSEEK, "--reader", "builtin"
     assert answer(*planned)["ok"]
     (missing,) = answer(*planned, "--audit", audit, status=1)["missing"]
-    assert (missing["name"], missing["command"]) == (OUTSIDE.name, "deepgemm-jit warmup --arch sm_90a")
+    assert missing["name"] == OUTSIDE.name
+    assert missing["command"] == f"deepgemm-jit warmup --arch sm_90a --cache-dir {cache_dir}"
 
 
 def test_a_kernel_that_both_lack_is_named_once(answer: Answer, audit: Path) -> None:

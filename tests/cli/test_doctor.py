@@ -179,6 +179,36 @@ def test_without_the_packages_of_cuda_nvrtc_is_a_fault_with_its_cause_and_the_dr
     assert "pip install" in checks["nvrtc"]["fix"]
 
 
+@pytest.fixture
+def without_nvrtc(tmp_path: Path) -> Environment:
+    """An environment in which the finder of libraries finds no NVRTC."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from cuda import pathfinder\n"
+        "def load(name): raise pathfinder.DynamicLibNotFoundError(f'No such file: lib{name}.so*\\n')\n"
+        "pathfinder.load_nvidia_dynamic_lib = load\n"
+    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+
+def test_an_nvrtc_that_is_missing_is_told_in_whole_lines_and_its_fix_once(doctor: Doctor, without_nvrtc: Environment) -> None:
+    checks = doctor(environment=without_nvrtc)
+    assert faults(checks) == ["nvrtc"]
+    detail, fix = checks["nvrtc"]["detail"], checks["nvrtc"]["fix"]
+    assert "No such file: libnvrtc.so*)" in detail
+    assert "pip install" in fix and "pip install" not in detail
+
+
+def test_where_the_policy_never_compiles_the_kernels_are_missed_and_no_nvrtc(doctor: Doctor, without_nvrtc: Environment) -> None:
+    checks = doctor(environment={**without_nvrtc, "DEEPGEMM_JIT_COMPILE": "never"})
+    assert faults(checks) == ["kernels of sm_90a"]
+    assert checks["nvrtc"]["detail"] == "no NVRTC here; the policy never compiles"
+
+
+def test_a_broken_nvrtc_is_a_fault_under_any_policy(doctor: Doctor, hiding: Callable[[str], Environment]) -> None:
+    checks = doctor(environment={**hiding("cuda"), "DEEPGEMM_JIT_COMPILE": "never"})
+    assert "nvrtc" in faults(checks), "without the bindings there is no driver either"
+
+
 def test_no_environment_but_a_path_is_needed(doctor: Doctor) -> None:
     checks = doctor(environment={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": "/nonexistent"})
     assert faults(checks) == []

@@ -330,3 +330,16 @@ def test_a_model_that_transformers_does_not_know_is_planned_for_its_experts_and_
     assert "Only the experts are planned" in result.stderr and "no_such_model" in result.stderr
     asked = CliRunner().invoke(main, [*arguments, "--reader", "transformers"])
     assert (asked.exit_code, json.loads(asked.stdout)["error"]["type"]) == (1, "UnsupportedError")
+
+
+@pytest.mark.parametrize("given", [(), ("--reader", "auto")])
+def test_the_commands_that_verify_and_pack_create_name_say_which_reader_found_what_is_missing(
+    tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    options = ["--arch", "sm_90a", "--model", str(tiny(tmp_path)), *given, "--cache-dir", str(tmp_path / "store")]
+    answer = json.loads(CliRunner().invoke(main, ["verify", *options, "--json"]).stdout)
+    assert "--reader transformers" in answer["missing"][0]["command"]
+    built = tmp_path / "store"
+    built.mkdir(mode=0o700)
+    refused = CliRunner().invoke(main, ["pack", "create", str(tmp_path / "a.pack"), *options])
+    assert "--reader transformers" in refused.stderr

@@ -193,7 +193,7 @@ if rank in case.get("filled", ()):
 before = service.counts.compiles
 answer = {}
 try:
-    done = prepare_together(service, wanted, [0], None, dist.group.WORLD)
+    done = prepare_together(service, lambda: (wanted, [0]), None, dist.group.WORLD)
     answer["kernels"] = done.kernels
 except Exception as error:
     answer["error"] = [type(error).__name__, str(error), getattr(error, "__notes__", [])]
@@ -273,6 +273,73 @@ def test_if_one_rank_fails_all_fail_and_none_waits(fault: str, tmp_path: Path) -
     if fault == "a broken compiler":
         assert "broken here" in answers[0]["error"][1]
         assert answers[0]["error"][2] == ["It was raised on rank 1 of the process group."]
+
+
+_FAILING_RANK = """
+import json, sys
+from datetime import timedelta
+
+import torch.distributed as dist
+from doubles.driver import DriverDouble
+from integrations import peers
+
+import deepgemm_jit.builder as builder
+import deepgemm_jit.service.service as home
+from deepgemm_jit.integrations import transformers as integration
+from deepgemm_jit.service import KernelService
+
+rank, size, case = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+meeting = f"file://{case['meeting']}"
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+service = home._DEFAULT["service"] = KernelService(driver=DriverDouble())
+model = peers.fp8_model("qwen3_moe")
+integration.register()
+model.config._experts_implementation = integration.NAME
+max_tokens, broken = 32, rank == 1
+
+
+class Unsendable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+def fail(*_, **__):
+    raise Unsendable("a disk", "is gone")
+
+
+if broken and case["fault"] == "a module":
+    for module in model.modules():
+        if hasattr(module, "has_gate"):
+            module.block_size = (64, 64)
+elif broken and case["fault"] == "an argument":
+    max_tokens = 0
+elif broken and case["fault"] == "the store":
+    builder.Builder.try_cached = fail
+try:
+    integration.prepare_kernels(model, arch="sm_90a", max_tokens=max_tokens, sms=[132], group=dist.group.WORLD)
+    answer = None
+except Exception as error:
+    answer = [type(error).__name__, str(error), getattr(error, "__notes__", [])]
+print(json.dumps({"error": answer}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("fault", "raised", "elsewhere"),
+    [
+        ("a module", "UnsupportedError", "UnsupportedError"),
+        ("an argument", "OperandError", "OperandError"),
+        ("the store", "Unsendable", "RuntimeError"),
+    ],
+)
+def test_whatever_fails_on_one_rank_is_raised_on_all(fault: str, raised: str, elsewhere: str, tmp_path: Path) -> None:
+    case = {"meeting": str(tmp_path / "meeting"), "fault": fault}
+    there, here = run_ranks(_FAILING_RANK, [case] * 2, [{}] * 2)
+    assert (here["error"][0], there["error"][0]) == (raised, elsewhere)
+    assert here["error"][1] in there["error"][1], "one that cannot be sent comes as its text"
+    assert there["error"][2] == ["It was raised on rank 1 of the process group."]
 
 
 _MODEL_RANK = """

@@ -111,7 +111,7 @@ def test_a_sealed_process_with_an_empty_store_names_the_kernel_and_the_command(c
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     wanted = select(GemmProblem(77, 264, 400), limits_of(ARCH, sms)).name
     assert answer["kernel"] == wanted
-    assert answer["command"] == f"deepgemm-jit warmup --arch {ARCH}"
+    assert answer["command"].startswith(f"deepgemm-jit warmup --arch {ARCH}")
     assert wanted in str(answer["text"]) and str(answer["command"]) in str(answer["text"])
 
 

@@ -283,6 +283,13 @@ def test_a_fork_does_not_take_a_kernel_for_building_that_its_parent_builds(build
         thread.join()
 
 
+@pytest.mark.none
+def test_what_a_parent_loaded_is_not_ready_in_a_fork(driver: DriverDouble, service: KernelService) -> None:
+    service.prepare(SPECS[:1], [0])
+    assert service.states(SPECS[:1]) == {SPECS[0]: "ready"}
+    assert holds_in_fork(lambda: service.states(SPECS[:1]) == service.states(SPECS[:1], 0) == {SPECS[0]: "cold"})
+
+
 # --- events and counts
 
 
@@ -332,6 +339,26 @@ def test_a_listener_that_fails_fails_no_call(service: KernelService, caplog: pyt
     launch(service, SPECS[0])
     assert [event.phase for event in seen] == ["hit", "load"]
     assert "no metrics today" in caplog.text
+
+
+@pytest.mark.none
+@pytest.mark.parametrize("asks", ["kernel", "unload", "prepare"])
+@pytest.mark.parametrize("spec", SPECS[:2], ids=["the kernel it is told of", "another"])
+def test_a_listener_that_asks_for_a_kernel_is_told_its_mistake_and_waits_for_nothing(
+    asks: str, spec: KernelSpec, service: KernelService, caplog: pytest.LogCaptureFixture
+) -> None:
+    def greedy(event: KernelEvent) -> None:
+        with service.call(0, 0):
+            getattr(service, asks)([spec] if asks == "prepare" else spec)
+
+    service.on_event(greedy)
+    thread = threading.Thread(target=launch, args=(service, SPECS[0]), daemon=True)
+    thread.start()
+    thread.join(HELD_S)
+    assert not thread.is_alive(), "it waits for itself"
+    assert service.states(SPECS[:1]) == {SPECS[0]: "ready"}
+    assert "greedy asks the service for" in caplog.text
+    assert service.prepare(SPECS[:1], [0]).kernels == 1, "outside of a listener all is as before"
 
 
 @pytest.mark.none

@@ -105,13 +105,18 @@ def _agreed(group: Any, work: Callable[[], _T]) -> list[_T]:
         mine = None, _portable(error)
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, theirs) in enumerate(everyones):
-        if theirs is not None:
-            theirs.add_note(f"It was raised on rank {rank} of the process group.")
-            raise theirs
-    return [result for result, _ in everyones]
+    theirs: Exception | None = None
+    try:
+        if failure is not None:
+            raise failure
+        for rank, (_, theirs) in enumerate(everyones):
+            if theirs is not None:
+                theirs.add_note(f"It was raised on rank {rank} of the process group.")
+                raise theirs
+        return [result for result, _ in everyones]
+    finally:
+        # An error holds this frame: held by the frame in turn, it would keep the group alive after its end.
+        del failure, mine, everyones, theirs
 
 
 def _portable(error: Exception) -> Exception:

@@ -15,7 +15,7 @@ from deepgemm_jit.cli.output import Reply, Session, Table, command, count
 from deepgemm_jit.cli.terminal import say
 from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named, kernel_set
-from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, Model, Plan, PlannedProblem, plan_for, prove, read_model
+from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, MOST_SMS, Model, Plan, PlannedProblem, plan_for, prove, read_model
 
 _SIZE = click.IntRange(min=1)
 _READERS = ("auto", "builtin", "transformers")
@@ -120,7 +120,7 @@ def model_options(*, required: bool) -> Callable[[Any], Any]:
         click.option(
             "--max-tokens", type=_SIZE, help=f"Most tokens one forward brings to a rank.  [default: {DEFAULT_MAX_TOKENS}]"
         ),
-        click.option("--sms", type=_SIZE, help="SMs of the device.  [default: all counts the arch has]"),
+        click.option("--sms", type=click.IntRange(1, MOST_SMS), help="SMs of the device.  [default: all counts the arch has]"),
     )
 
     def decorate(function: Any) -> Any:

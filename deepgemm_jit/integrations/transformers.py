@@ -31,7 +31,8 @@ from deepgemm_jit.integrations.gates import gate_seen
 from deepgemm_jit.integrations.problems import Needs, experts_needs, kernels_for, linear_needs
 from deepgemm_jit.service import KernelService, Preparation, default_service
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named
-from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS
+from deepgemm_jit.spec.shown import shown
+from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, sms_faults
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -218,14 +219,21 @@ def _wanted(
     service: KernelService, model: nn.Module, max_tokens: int, sms: Iterable[int] | None, arch: str | None
 ) -> tuple[list[KernelSpec], list[int]]:
     """Return the kernels that the modules which run with us can ask for, and the GPUs that they lie on."""
+    faults = []
     if type(max_tokens) is not int or max_tokens < 1:
-        fault = f"max_tokens = {max_tokens!r}, needed: a whole number of at least 1"
-        raise OperandError(operation="prepare_kernels", faults=[fault])
+        faults.append(f"max_tokens = {shown(max_tokens)}, needed: a whole number of at least 1")
+    given: object = () if sms is None else sms
+    counts = tuple(given) if isinstance(given, Iterable) else ()
+    if not isinstance(given, Iterable):
+        faults.append(f"sms = {shown(given)}, needed: SM counts, as [{shown(given)}]")
+    faults += sms_faults(None, counts)
+    if faults:
+        raise OperandError(operation="prepare_kernels", faults=faults)
     needs, ordinals = _needs_of(model, max_tokens)
     if not needs:
         logger.warning("no module of this %s runs with deepgemm_jit: there is no kernel to prepare", type(model).__name__)
     arch_sms: dict[str, set[int]] = {}
-    later = set(sms or ())
+    later = set(counts)
     for ordinal in ordinals:
         with service.call(ordinal, 0) as call:
             arch_sms.setdefault(call.limits.arch, set()).update({call.limits.sms, call.context.sms})
@@ -234,7 +242,7 @@ def _wanted(
             fault = f"the model lies on no GPU: move it to one first, or name an arch to build for: {', '.join(ARCHES)}"
             raise OperandError(operation="prepare_kernels", faults=[fault])
         arch_sms[arch] = set() if later else set(range(1, arch_named(arch).max_sms + 1))
-    specs = [spec for target, counts in arch_sms.items() for spec in kernels_for(needs, target, sorted(counts | later))]
+    specs = [spec for target, seen in arch_sms.items() for spec in kernels_for(needs, target, sorted(seen | later))]
     return specs, ordinals
 
 

@@ -21,10 +21,12 @@ from deepgemm_jit.errors import (
 )
 from deepgemm_jit.runtime import Context, Contexts, Driver, Launch, LoadedKernel, TensorMaps, load_kernel
 from deepgemm_jit.service.ahead import Preparation, side_by_side
+from deepgemm_jit.service.arguments import require_ordinal, require_ordinals, require_specs
 from deepgemm_jit.service.audit import Audit, caller_of_ours
 from deepgemm_jit.service.monitor import Counts, KernelEvent, KernelState, Monitor
 from deepgemm_jit.settings import Settings
 from deepgemm_jit.spec import KernelSpec, Limits, arch_of, require_member
+from deepgemm_jit.spec.shown import shown
 
 
 @dataclass(slots=True)
@@ -102,11 +104,13 @@ class KernelService:
         Raises:
             KernelNotBuiltError, CompileError, ToolchainError, DriverError: as of :meth:`kernel`, of the first kernel that cannot
                 be had; the others are tried all the same, and its notes name those that failed too.
-            OperandError: ``jobs`` is no count.
+            OperandError: ``jobs`` is no count, or something is no spec or no ordinal.
             UnsupportedError: as of :meth:`kernel`.
         """
         self._monitor.refuse_listeners("a preparation")
-        specs = tuple(dict.fromkeys(specs))
+        specs = tuple(dict.fromkeys(require_specs("prepare", specs)))
+        if device_ordinals is not None:
+            device_ordinals = require_ordinals("prepare", device_ordinals)
         for spec in specs:
             require_member(spec)
         caller, homes = caller_of_ours(), self._homes_of(device_ordinals)
@@ -118,7 +122,13 @@ class KernelService:
 
         A kernel is ready when it is loaded on ``device_ordinal``; default: on every GPU that was used so far. In a fork none is:
         the parent's stay the parent's. That a GPU was reset is noticed by the next call on it, not here.
+
+        Raises:
+            OperandError: something is no spec or no ordinal.
         """
+        specs = require_specs("states", specs)
+        if device_ordinal is not None:
+            require_ordinal("states", device_ordinal)
         loaded: dict[int, set[KernelSpec]] = {}
         pid = os.getpid()
         for home in [each for each in list(self._homes.values()) if each.context.identity.pid == pid]:
@@ -139,7 +149,14 @@ class KernelService:
 
         Others may wait for that kernel meanwhile: a listener must be quick, and ask the service for no kernel, which raises
         OperandError there. What it raises is logged.
+
+        Raises:
+            OperandError: ``listener`` cannot be called.
         """
+        if not callable(listener):
+            raise OperandError(
+                operation="on_event", faults=[f"listener = {shown(listener)}, needed: a function of one KernelEvent"]
+            )
         self._monitor.listen(listener)
 
     def limits(self) -> Limits:

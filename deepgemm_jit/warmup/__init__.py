@@ -2,13 +2,14 @@
 
 from deepgemm_jit.warmup.models import ExpertsLayer, Linear, Model, Scheme, Uncovered
 from deepgemm_jit.warmup.moe_config import read_model
-from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, PlannedProblem, plan_for, prove
+from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, MOST_SMS, Plan, PlannedProblem, plan_for, prove, sms_faults
 from deepgemm_jit.warmup.pool import KernelOutcome
 from deepgemm_jit.warmup.run import DEFAULT_TIMEOUT_S, WarmupReport, build_plan, warm_up
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "DEFAULT_TIMEOUT_S",
+    "MOST_SMS",
     "ExpertsLayer",
     "KernelOutcome",
     "Linear",
@@ -22,5 +23,6 @@ __all__ = [
     "plan_for",
     "prove",
     "read_model",
+    "sms_faults",
     "warm_up",
 ]

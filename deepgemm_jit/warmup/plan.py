@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from deepgemm_jit.errors import OperandError, UnsupportedError
@@ -42,6 +42,8 @@ from deepgemm_jit.warmup.models import SCALE_BLOCK, ExpertsLayer, Linear, Model,
 from deepgemm_jit.warmup.moe_config import read_model
 
 DEFAULT_MAX_TOKENS = 16384
+MOST_SMS = 1024
+"""Several times what any GPU has; one with more than the arch's largest, which may be sold some day, is planned for."""
 # Callers may align groups as they like: what matters is which tiles divide the alignment, and these tell all apart. The first two
 # are for FP8 with a scale per block only.
 _NARROW = (16, 32)
@@ -123,9 +125,10 @@ def plan_for(
     known = arch_named(arch)
     faults = [
         f"{name} = {shown(value)}, needed: {COUNT_NEEDED}"
-        for name, value in (("tp", tp), ("ep", ep), ("max_tokens", max_tokens), ("sms", 1 if sms is None else sms))
+        for name, value in (("tp", tp), ("ep", ep), ("max_tokens", max_tokens))
         if type(value) is not int or not 1 <= value < SIZE_LIMIT
     ]
+    faults += sms_faults(arch, () if sms is None else (sms,))
     if faults:
         raise OperandError(operation="plan", faults=faults)
     sm_counts = tuple(range(1, known.max_sms + 1)) if sms is None else (sms,)
@@ -144,6 +147,13 @@ def plan_for(
     needed = {spec for problem in problems for spec in problem.kernels} | _step_kernels(arch, read.experts, linears)
     kernels = tuple(spec for spec in kernel_set(arch) if spec in needed)
     return Plan(arch, str(read.path), read.reader, sm_counts, problems, kernels, (*read.uncovered, *unsplit))
+
+
+def sms_faults(arch: str | None, sms: Iterable[object]) -> list[str]:
+    """Return what is wrong with SM counts of devices, or parts of them."""
+    largest = "" if arch is None else f"; the largest GPU of {arch} has {arch_named(arch).max_sms}"
+    needed = f"a whole number from 1 to {MOST_SMS}{largest}"
+    return [f"sms = {shown(count)}, needed: {needed}" for count in sms if type(count) is not int or not 1 <= count <= MOST_SMS]
 
 
 def prove(plan: Plan) -> tuple[tuple[PlannedProblem, Gap], ...]:

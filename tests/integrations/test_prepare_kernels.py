@@ -163,6 +163,13 @@ def test_token_counts_that_are_none_are_refused(max_tokens: Any) -> None:
         integration.prepare_kernels(nn.Linear(1, 1), max_tokens=max_tokens)
 
 
+@pytest.mark.none
+@pytest.mark.parametrize("sms", [5, [0], [1.5], [True], [10**9], [-3], ["x"], "12"])
+def test_sm_counts_that_are_none_are_refused(sms: Any) -> None:
+    with pytest.raises(OperandError, match="sms = "):
+        integration.prepare_kernels(nn.Linear(1, 1), arch="sm_90a", sms=sms)
+
+
 # --- ranks
 
 _RANK = """

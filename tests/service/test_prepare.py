@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -236,6 +237,30 @@ def test_another_thread_runs_python_while_nvrtc_compiles(monkeypatch: pytest.Mon
     assert len(progress) == 3
     # A call that kept the interpreter's lock would let one beat through at most, before it begins.
     assert min(progress) > 10
+
+
+@pytest.mark.none
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda service: service.prepare(SPECS[:1], 0), "device_ordinals = 0"),
+        (lambda service: service.prepare(SPECS[:1], ["0"]), "device_ordinals has '0'"),
+        (lambda service: service.prepare(SPECS[:1], [True]), "device_ordinals has True"),
+        (lambda service: service.prepare(SPECS[:1], [-1]), "device_ordinals has -1"),
+        (lambda service: service.prepare(SPECS[0], [0]), "an iterable of KernelSpec"),
+        (lambda service: service.prepare([["x"]], [0]), "needed: a KernelSpec"),
+        (lambda service: service.states(["x"]), "specs has 'x'"),
+        (lambda service: service.states(SPECS[0]), "an iterable of KernelSpec"),
+        (lambda service: service.states(SPECS, "0"), "device_ordinal = '0'"),
+        (lambda service: service.on_event(None), "listener = None"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_what_is_needed(
+    wrong: Callable[[KernelService], Any], says: str, builder: HeldBuilder, service: KernelService
+) -> None:
+    with pytest.raises(OperandError, match=re.escape(says)):
+        wrong(service)
+    assert builder.built == []
 
 
 # --- states

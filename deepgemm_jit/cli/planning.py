@@ -15,7 +15,17 @@ from deepgemm_jit.cli.output import Reply, Session, Table, command, count
 from deepgemm_jit.cli.terminal import say
 from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named, kernel_set
-from deepgemm_jit.warmup import DEFAULT_MAX_TOKENS, MOST_SMS, Model, Plan, PlannedProblem, plan_for, prove, read_model
+from deepgemm_jit.warmup import (
+    DEFAULT_MAX_TOKENS,
+    MOST_SMS,
+    Model,
+    Plan,
+    PlannedProblem,
+    plan_for,
+    prove,
+    read_model,
+    require_kernels,
+)
 
 _SIZE = click.IntRange(min=1)
 _READERS = ("auto", "builtin", "transformers")
@@ -38,6 +48,7 @@ class PlanOptions:
 
         Raises:
             click.UsageError: sizes of a model without a model.
+            UnsupportedError: nothing of the model has kernels.
         """
         sizes = {name: value for name, value in self._sizes().items() if value is not None}
         if self.model is None:
@@ -45,7 +56,9 @@ class PlanOptions:
             if given:
                 raise click.UsageError(f"{', '.join(given)}: needs --model, as the whole kernel set is the same for all sizes.")
             return plan_for(self.arch)
-        return plan_for(self.arch, read_with(self.reader or "auto", self.model), **sizes)
+        plan = plan_for(self.arch, read_with(self.reader or "auto", self.model), **sizes)
+        require_kernels(plan)
+        return plan
 
     def warmup_command(self, session: Session, plan: Plan | None = None) -> str:
         """Return the command that builds this plan, with the reader that made it: where it is run, "auto" may be another one."""

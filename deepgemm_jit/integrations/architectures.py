@@ -23,6 +23,9 @@ from deepgemm_jit.warmup.config import ConfigKeys, config_file, read_config
 from deepgemm_jit.warmup.quantization import read_quantization
 
 _PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "top_k")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_MOST_LAYERS = 1024
+"""Several times what published models have, and few enough to build one module after another."""
 _OWN_FORWARD = "the module's own forward in transformers"
 _SCHEMES = {(128, 128): Scheme.BLOCKS, (1, 128): Scheme.ROWS, None: Scheme.TENSOR}
 
@@ -37,7 +40,7 @@ def read_model(path: str | os.PathLike[str]) -> Model:
         path: a config.json or the folder that holds one.
 
     Raises:
-        OperandError: the file cannot be read, is no JSON object, or its quantization is incomplete.
+        OperandError: the file cannot be read, is no JSON object, its quantization is incomplete, or its layers are no count.
         UnsupportedError: the weights are kept in a way that no kernel serves, or transformers cannot build the architecture.
         ToolchainError: there is no transformers.
     """
@@ -45,6 +48,7 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     config = read_config(file)
     keys = ConfigKeys(file, config)
     quantization = read_quantization(keys)
+    _check_layers(keys)
     keys.raise_if_any()
     transformers = _transformers()
     reader = f"transformers {transformers.__version__}"
@@ -85,6 +89,15 @@ def _transformers() -> Any:
             looked_for="the architecture of a config",
             fix="Install it with: pip install 'deepgemm-jit[transformers]'; --reader builtin does without",
         ) from error
+
+
+def _check_layers(keys: ConfigKeys) -> None:
+    """Note counts of layers that would build nothing, or go on building for hours."""
+    needed = f"a whole number from 1 to {_MOST_LAYERS}; published models have some hundreds at most"
+    for key in _LAYERS:
+        value = keys.config.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_LAYERS):
+            keys.wrong(key, value, needed)
 
 
 def _built(transformers: Any, config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> nn.Module:

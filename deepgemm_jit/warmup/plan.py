@@ -149,6 +149,20 @@ def plan_for(
     return Plan(arch, str(read.path), read.reader, sm_counts, problems, kernels, (*read.uncovered, *unsplit))
 
 
+def require_kernels(plan: Plan) -> None:
+    """Refuse a plan without kernels: nothing of the model runs with us, and an empty plan would pass every check.
+
+    Raises:
+        UnsupportedError: with the reason of each part of the model.
+    """
+    if not plan.kernels:
+        reasons = "; ".join(f"{part.what}: {part.reason}" for part in plan.uncovered)
+        raise UnsupportedError(
+            given=f"{plan.model}, whose plan is empty ({reasons or 'it has no layers'})",
+            supported="FP8 linears, and experts in FP8, FP4 or bfloat16",
+        )
+
+
 def sms_faults(arch: str | None, sms: Iterable[object]) -> list[str]:
     """Return what is wrong with SM counts of devices, or parts of them."""
     largest = "" if arch is None else f"; the largest GPU of {arch} has {arch_named(arch).max_sms}"

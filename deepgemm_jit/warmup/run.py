@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from deepgemm_jit.builder import Builder
-from deepgemm_jit.errors import OperandError, StoreError, UnsupportedError
+from deepgemm_jit.errors import OperandError, StoreError
 from deepgemm_jit.settings import PREFIX, Settings, read_settings
 from deepgemm_jit.store.location import NAME_ANOTHER, locate
 from deepgemm_jit.warmup.models import Model
-from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for
+from deepgemm_jit.warmup.plan import DEFAULT_MAX_TOKENS, Plan, plan_for, require_kernels
 from deepgemm_jit.warmup.pool import KernelOutcome, build_in_workers
 
 _log = logging.getLogger("deepgemm_jit.warmup")
@@ -134,12 +134,7 @@ def build_plan(
         faults.append(f"timeout_s = {timeout_s!r}, needed: seconds above 0")
     if faults:
         raise OperandError(operation="warm_up", faults=faults)
-    if not plan.kernels:
-        reasons = "; ".join(f"{part.what}: {part.reason}" for part in plan.uncovered)
-        raise UnsupportedError(
-            given=f"a warm-up of {plan.model}, whose plan is empty ({reasons})",
-            supported="FP8 linears, and experts in FP8, FP4 or bfloat16",
-        )
+    require_kernels(plan)
     outcomes: list[KernelOutcome] = []
 
     def note(outcome: KernelOutcome) -> None:

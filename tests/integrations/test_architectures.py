@@ -301,7 +301,7 @@ def test_reading_leaves_the_classes_of_transformers_as_they_were(tmp_path: Path)
         ({"model_type": "no_such_model"}, "model_type = 'no_such_model'"),
         ({"model_type": ["qwen3_moe"]}, "builds no model"),
         ({"hidden_act": "no_such_activation"}, "no_such_activation"),
-        ({"num_hidden_layers": "many"}, "builds no model"),
+        ({"num_experts": "many"}, "builds no model"),
     ],
 )
 def test_what_transformers_cannot_build_is_refused_with_its_reason(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -311,7 +311,27 @@ def test_what_transformers_cannot_build_is_refused_with_its_reason(tmp_path: Pat
     assert caught.value.__cause__ is not None
 
 
+@pytest.mark.parametrize("layers", [0, -1, 1.5, True, "many", 1025, 1_000_000, 10**30])
+def test_a_number_of_layers_that_is_none_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: Any
+) -> None:
+    monkeypatch.setattr(architectures, "_built", lambda *_: pytest.fail("it is built"))
+    for changes in ({"num_hidden_layers": layers}, {"text_config": {"num_hidden_layers": layers}}):
+        with pytest.raises(OperandError, match="needed: a whole number from 1 to 1024"):
+            read_model(tiny(tmp_path, **changes))
+
+
 # --- the command line
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_model_of_which_nothing_runs_with_us_is_refused_and_not_called_complete(tmp_path: Path, command: str) -> None:
+    dense = tiny(tmp_path, model_type="qwen3", architectures=["Qwen3ForCausalLM"], quantization_config=None)
+    options = [command, "--arch", "sm_90a", "--model", str(dense), "--reader", "transformers", "--json"]
+    result = CliRunner().invoke(main, options)
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["type"]) == (1, "UnsupportedError")
+    assert "whose plan is empty" in error["message"] and "not quantized" in error["message"]
 
 
 def test_plan_reads_through_transformers_where_it_is_installed(tmp_path: Path) -> None:

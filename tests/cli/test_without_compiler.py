@@ -65,6 +65,16 @@ def test_plan_follows_its_sizes(answer: Answer) -> None:
     assert {problem["max_m"] for problem in problems if problem["layout"] == "masked"} == {100}
 
 
+def test_the_rows_of_a_plan_differ_and_have_modules_only_where_they_are_known(run: Callable[..., Result]) -> None:
+    lines = run(*IN_PROCESS["plan"]).stdout.splitlines()
+    heading = next(line for line in lines if line.startswith("problem "))
+    assert "alignment" in heading and "modules" not in heading
+    rows = [line for line in lines if line.startswith("experts ")]
+    assert len(rows) == len(set(rows)) > 0
+    at = heading.index("alignment")
+    assert {row[at : at + len("alignment")].strip() for row in rows if " masked " in row} == {"128"}
+
+
 def test_a_plan_covers_fp4_experts_and_says_what_it_does_not_cover(answer: Answer) -> None:
     payload = answer("plan", "--arch", "sm_90a", "--model", MODELS / "deepseek-v4-flash", "--reader", "builtin")
     assert {problem["what"] for problem in payload["problems"]} == {"experts gate_up", "experts down"}

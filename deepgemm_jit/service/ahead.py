@@ -58,5 +58,9 @@ def side_by_side(specs: Sequence[KernelSpec], work: Callable[[KernelSpec], bool]
         error = failures[first]
         if others:
             error.add_note(f"{len(others)} other kernels failed too: {', '.join(spec.name for spec in others)}")
-        raise error
+        try:
+            raise error
+        finally:
+            # An error holds this frame and those above it: held by the frame in turn, all would live until a garbage collection.
+            del error, failures, futures
     return Preparation(done, compiled, seconds)

@@ -62,5 +62,5 @@ def side_by_side(specs: Sequence[KernelSpec], work: Callable[[KernelSpec], bool]
             raise error
         finally:
             # An error holds this frame and those above it: held by the frame in turn, all would live until a garbage collection.
-            del error, failures, futures
+            del error, failures, futures, future
     return Preparation(done, compiled, seconds)

@@ -130,7 +130,7 @@ def test_it_does_not_start_with_a_kernel_missing_and_names_the_command(cache_dir
     environment = _environment(DEEPGEMM_JIT_COMPILE="auto")
     ended = subprocess.run(_command(), env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "deepgemm-jit warmup --arch sm_90a --model" in ended.stderr
+    assert f"deepgemm-jit warmup --arch sm_90a --cache-dir {cache_dir} --model" in ended.stderr
     assert ended.stderr.rstrip().endswith("--max-tokens 64")
     assert "Traceback" not in ended.stderr
     assert list(cache_dir.rglob("*.json")) == []

@@ -7,6 +7,7 @@ builds the spec there with all threads at once and prints the digests as JSON. E
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ def count_compiles(path: Path) -> None:
 
 
 def main() -> None:
+    logging.basicConfig()  # as a server has it: the library alone says nothing
     counts, text, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     spec = KernelSpec.from_text(text)
     count_compiles(counts)

@@ -27,7 +27,8 @@ Operands = tuple[torch.Tensor, ...]
 """A, B and D, after A and B their scales where they have any, and the group data where there are groups."""
 
 _CAPACITY = 4096
-"""What is kept for a context, some 2 KB each: the shapes of a model times numbers of rows, and each with its addresses."""
+"""What is kept for a context: the shapes of a model times numbers of rows, and each with its addresses. Some 2 KB each, for an
+experts forward up to 32."""
 _COPY_ALIGNMENT_BYTES = 16
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))

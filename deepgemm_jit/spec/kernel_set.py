@@ -28,8 +28,6 @@ from deepgemm_jit.spec.shown import shown
 BLOCK_K_BYTES = 128
 """Of K in one stage: one row of the 128-byte swizzle, and for FP8 one column of scales."""
 
-_MAX_STAGES = 8
-
 
 class Tile(NamedTuple):
     """Rows and columns of D that a block computes at a time, and the blocks of a cluster that share A."""
@@ -37,6 +35,8 @@ class Tile(NamedTuple):
     block_m: int
     block_n: int
     cluster: int = 1
+    most_stages: int = 8
+    """As many as fit otherwise."""
 
 
 _BF16_TILES = (
@@ -50,6 +50,9 @@ _BF16_TILES = (
 )
 """Whichever way B lies."""
 
+_DEEP = 12
+"""Stages of narrow tiles: few rows mean one tile per block, and more of its weights are under way from the start."""
+
 # 64-row tiles keep one consumer warpgroup busy while weights stream, narrow ones so that every SM has a tile; 128-row tiles feed
 # two, and 256 rows are two products per warpgroup. 192 columns cost the least shared-memory traffic per product that 128 rows
 # allow, a cluster of two the least L2 traffic; BF16 needs no second set of sums, so its tile grows to 256. Where the operands are
@@ -57,8 +60,8 @@ _BF16_TILES = (
 GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
     (FP8_GEMM, ()): (
         Tile(64, 16),
-        Tile(64, 32),
-        Tile(64, 64),
+        Tile(64, 32, most_stages=_DEEP),
+        Tile(64, 64, most_stages=_DEEP),
         Tile(64, 128),
         Tile(128, 64),
         Tile(128, 128),
@@ -94,7 +97,7 @@ MAX_EXPERTS = MAX_GROUPS
 
 _GROUP_TABLE_BYTES = 4 * (2 * MAX_GROUPS + 4)
 _BARRIER_BYTES = 256
-"""Two barriers and up to two B scales for each of at most 8 stages."""
+"""Two barriers and up to two B scales for each stage."""
 
 
 def is_gemm(spec: KernelSpec) -> bool:
@@ -197,7 +200,7 @@ def _gemm(arch: str, family: str, flags: tuple[str, ...], tile: Tile, shared_mem
     share = stage_memory_bytes(shallow, shared_memory_bytes)
     stages = max(
         count
-        for count in range(1, _MAX_STAGES + 1)
+        for count in range(1, tile.most_stages + 1)
         if _gemm_shared_memory_bytes(family, flags, tile.block_m, tile.block_n, count) <= share
     )
     return replace(shallow, stages=stages)

@@ -100,17 +100,18 @@ class TileScheduler {
     __device__ TileScheduler(const Shape& shape, const GroupTable& groups, uint32_t first, uint32_t stride)
         : shape_(shape), groups_(groups), columns_(ceil_div(shape.n, kBlockN)), next_(first), stride_(stride) {
         row_blocks_ = shape.counts_rows() ? warp_uniform(groups.blocks_before[shape.groups]) : ceil_div(shape.m, kBlockM);
+        look_ahead();
     }
 
     __device__ bool next(Tile& tile) {
         if (next_ >= row_blocks_ * columns_) return false;
-        const uint32_t index = next_;
-        next_ += stride_;
         if (shape_.counts_rows()) {
-            place_counted(index, tile);
+            place_counted(tile);
         } else {
-            place_listed(index, tile);
+            place_listed(tile);
         }
+        next_ += stride_;
+        look_ahead();
         return true;
     }
 
@@ -129,23 +130,27 @@ class TileScheduler {
         row_block = band * kBand + within - column_block * height;
     }
 
-    __device__ void place_listed(uint32_t index, Tile& tile) const {
-        uint32_t row_block, column_block;
-        place(index, row_blocks_, row_block, column_block);
-        tile.row = row_block * kBlockM;
-        tile.row_end = shape_.m;
-        tile.column = column_block * kBlockN;
-        tile.a_group = 0;
-        tile.group = 0;
-        if (shape_.layout == kContiguous) tile.group = warp_uniform(static_cast<uint32_t>(load(shape_.group_data + tile.row)));
+    // Places the next tile where rows list their groups, which are in memory, hundreds of cycles away.
+    __device__ void look_ahead() {
+        if (shape_.counts_rows() || next_ >= row_blocks_ * columns_) return;
+        place(next_, row_blocks_, row_block_, column_block_);
+        if (shape_.layout == kContiguous) listed_group_ = load(shape_.group_data + row_block_ * kBlockM);
     }
 
-    __device__ void place_counted(uint32_t index, Tile& tile) {
+    __device__ void place_listed(Tile& tile) const {
+        tile.row = row_block_ * kBlockM;
+        tile.row_end = shape_.m;
+        tile.column = column_block_ * kBlockN;
+        tile.a_group = 0;
+        tile.group = shape_.layout == kContiguous ? warp_uniform(static_cast<uint32_t>(listed_group_)) : 0;
+    }
+
+    __device__ void place_counted(Tile& tile) {
         uint32_t after = warp_uniform(groups_.blocks_before[group_ + 1]);  // row blocks up to the end of the group
-        while (index >= after * columns_) after = warp_uniform(groups_.blocks_before[++group_ + 1]);
+        while (next_ >= after * columns_) after = warp_uniform(groups_.blocks_before[++group_ + 1]);
         const uint32_t before = warp_uniform(groups_.blocks_before[group_]);
         uint32_t row_block, column_block;
-        place(index - before * columns_, after - before, row_block, column_block);
+        place(next_ - before * columns_, after - before, row_block, column_block);
         tile.row = warp_uniform(groups_.begin(shape_, group_)) + row_block * kBlockM;
         tile.row_end = warp_uniform(groups_.ends[group_]);
         tile.column = column_block * kBlockN;
@@ -159,7 +164,11 @@ class TileScheduler {
     uint32_t row_blocks_;
     uint32_t next_;
     uint32_t stride_;
-    uint32_t group_ = 0;
+    uint32_t group_ = 0;  // where groups are counted
+    // Of the next tile, where they are not.
+    uint32_t row_block_ = 0;
+    uint32_t column_block_ = 0;
+    int32_t listed_group_ = 0;
 };
 
 }  // namespace dj

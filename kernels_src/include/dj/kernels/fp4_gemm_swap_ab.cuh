@@ -72,7 +72,7 @@ struct Fp4GemmSwapAb {
     static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
     static_assert(kBlockM % 16 == 0 && kBlockN % kFragmentRows == 0, "whole fragments and chunks");
     static constexpr uint32_t kSteps = kGroups / kAtOnce;
-    static_assert(kSteps % 2 == 0, "a step has the same registers in each k-block");
+    static_assert(kSteps % 2 == 0, "two steps take turns");
 
     using Ring = StageRing<kStages>;
 
@@ -189,20 +189,56 @@ struct Fp4GemmSwapAb {
     using Weights = uint32_t[4];
     using Powers = uint2;  // of this thread's two rows, a byte per group
 
-    // Adds the sums of one group, each row with its power of two.
-    __device__ static void add(uint32_t group, Values& block, const Values& sums, const Powers& powers) {
-        const float upper = power_of_two(group, powers.x);
-        const float lower = power_of_two(group, powers.y);
+    // The registers of two steps: while the products of one are under way, the sums of the other are added up and its next weights
+    // unpacked.
+    struct Registers {
+        Values sums[2][kAtOnce];
+        Weights weights[2][kAtOnce];
+    };
+
+    // Begins the products of one step.
+    __device__ static void begin(uint32_t step, Registers& registers, const uint4 (&words)[2], uint64_t tokens) {
+        Values(&sums)[kAtOnce] = registers.sums[step % 2];
+        Weights(&weights)[kAtOnce] = registers.weights[step % 2];
 #pragma unroll
-        for (uint32_t i = 0; i < kBlockM / 2; ++i) {
-            const float power = i % 4 < 2 ? upper : lower;
-            block[i] = group == 0 ? sums[i] * power : block[i] + sums[i] * power;
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t group = step * kAtOnce + i;
+            const uint4& pair = words[group / 2];
+            unpack(group % 2 == 0 ? pair.x : pair.z, weights[i][0], weights[i][1]);
+            unpack(group % 2 == 0 ? pair.y : pair.w, weights[i][2], weights[i][3]);
+            hold(weights[i]);
+            hold(sums[i]);
         }
+        products_begin();
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+            Product::issue(weights[i], tokens + (step * kAtOnce + i) * kDescriptorStep, sums[i]);
+        products_commit();
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) hold(sums[i]);
     }
 
-    // Adds the sum of a k-block to the totals, each column with the scale of its token, and gives the stage back.
-    __device__ static void promote(const Consumer& self, uint32_t stage, const Values& block, Values& totals) {
-        const float2* scales = reinterpret_cast<const float2*>(self.shared + kOffsetScales + stage * kBytesScales) + lane_id() % 4;
+    // Adds the sums of a step whose products are complete, each row with its power of two.
+    __device__ static void add(uint32_t step, Registers& registers, const Powers& powers, Values& block) {
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t group = step * kAtOnce + i;
+            Values& sums = registers.sums[step % 2][i];
+            hold(sums);
+            hold(registers.weights[step % 2][i]);
+            const float upper = power_of_two(group, powers.x);
+            const float lower = power_of_two(group, powers.y);
+#pragma unroll
+            for (uint32_t j = 0; j < kBlockM / 2; ++j) {
+                const float power = j % 4 < 2 ? upper : lower;
+                block[j] = group == 0 ? sums[j] * power : block[j] + sums[j] * power;
+            }
+        }
+        hold(block);  // now, and not when the registers belong to the next products
+    }
+
+    // Adds the sum of a k-block to the totals, each column with the scale of its token.
+    __device__ static void promote(const float2* scales, const Values& block, Values& totals) {
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
             const float2 scale = scales[chunk * 4];
@@ -213,95 +249,32 @@ struct Fp4GemmSwapAb {
             totals[i + 3] += scale.y * block[i + 3];
         }
         hold(totals);  // the scales are read
-        barrier_arrive_if(lane_id() == 0, self.base + kOffsetEmpty + stage * 8);
     }
 
-    // The registers of two steps: while the products of one are under way, the sums of the other are added up and its next weights
-    // unpacked.
-    struct Pipeline {
-        Values sums[2][kAtOnce];
-        Weights weights[2][kAtOnce];
-        Values block;    // the sum of the k-block whose products complete
-        Powers before;   // of the k-block before the current one
-        uint32_t stage;  // of the same
-
-        // Begins the products of one step, and completes those of the step before.
-        template <uint32_t kStep, bool kFirst>
-        __device__ void step(const Consumer& self, const uint4 (&words)[2], const Powers& powers, uint64_t tokens, Values& totals) {
-#pragma unroll
-            for (uint32_t i = 0; i < kAtOnce; ++i) {
-                const uint32_t group = kStep * kAtOnce + i;
-                const uint4& pair = words[group / 2];
-                Weights& a = weights[kStep % 2][i];
-                unpack(group % 2 == 0 ? pair.x : pair.z, a[0], a[1]);
-                unpack(group % 2 == 0 ? pair.y : pair.w, a[2], a[3]);
-                hold(a);
-                hold(sums[kStep % 2][i]);
-            }
-            products_begin();
-#pragma unroll
-            for (uint32_t i = 0; i < kAtOnce; ++i)
-                Product::issue(weights[kStep % 2][i], tokens + (kStep * kAtOnce + i) * kDescriptorStep, sums[kStep % 2][i]);
-            products_commit();
-#pragma unroll
-            for (uint32_t i = 0; i < kAtOnce; ++i) hold(sums[kStep % 2][i]);
-            if constexpr (kStep > 0 || !kFirst) {
-                products_wait<1>();
-                complete<(kStep + kSteps - 1) % kSteps>(self, kStep == 0 ? before : powers, totals);
-            }
-        }
-
-        // Takes the sums of a step whose products are complete.
-        template <uint32_t kStep>
-        __device__ void complete(const Consumer& self, const Powers& powers, Values& totals) {
-#pragma unroll
-            for (uint32_t i = 0; i < kAtOnce; ++i) {
-                hold(sums[kStep % 2][i]);
-                hold(weights[kStep % 2][i]);
-                add(kStep * kAtOnce + i, block, sums[kStep % 2][i], powers);
-            }
-            hold(block);  // now, and not when the registers belong to the next products
-            if constexpr (kStep == kSteps - 1) promote(self, stage, block, totals);
-        }
-
-        template <bool kFirst>
-        __device__ void begin(const Consumer& self, const Ring& ring, Values& totals) {
+    // No product is under way from one k-block to the next: the compiler would wait for each. Other warpgroups of the SM use the time.
+    __device__ static void multiply(const Consumer& self, Ring& ring, uint32_t k_blocks, Values& totals) {
+        Registers registers;
+        Values block;
+#pragma unroll 1
+        for (uint32_t i = 0; i < k_blocks; ++i, ring.advance()) {
             barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
             const uint8_t* fragment = self.shared + kOffsetB + ring.stage * kBytesB + self.fragment;
             const uint4* mine = reinterpret_cast<const uint4*>(fragment) + self.thread;
             const uint4 words[2] = {mine[0], mine[kWarpgroup]};
             const Powers powers = reinterpret_cast<const Powers*>(fragment + 2 * kFragmentHalf)[self.thread / 4];
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
-            step<0, kFirst>(self, words, powers, tokens, totals);
-            step<1, kFirst>(self, words, powers, tokens, totals);
-            if constexpr (kSteps == 4) {
-                step<2, kFirst>(self, words, powers, tokens, totals);
-                step<3, kFirst>(self, words, powers, tokens, totals);
+            begin(0, registers, words, tokens);
+#pragma unroll
+            for (uint32_t step = 1; step < kSteps; ++step) {
+                begin(step, registers, words, tokens);
+                products_wait<1>();
+                add(step - 1, registers, powers, block);
             }
-            before = powers;
-            stage = ring.stage;
-        }
-
-        __device__ void end(const Consumer& self, Values& totals) {
             products_wait<0>();
-            complete<kSteps - 1>(self, before, totals);
-        }
-    };
-
-    __device__ static void multiply(const Consumer& self, Ring& ring, uint32_t k_blocks, Values& totals) {
-        Pipeline pipeline;
-        pipeline.template begin<true>(self, ring, totals);
-        ring.advance();
-        // No path leads around the loop: where two meet, the compiler would move sums of products that are under way.
-        if (--k_blocks > 0) {
-#pragma unroll 1
-            do {
-                pipeline.template begin<false>(self, ring, totals);
-                ring.advance();
-            } while (--k_blocks > 0);
-            pipeline.end(self, totals);
-        } else {
-            pipeline.end(self, totals);
+            add(kSteps - 1, registers, powers, block);
+            promote(reinterpret_cast<const float2*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + lane_id() % 4,
+                    block, totals);
+            barrier_arrive_if(lane_id() == 0, self.base + kOffsetEmpty + ring.stage * 8);
         }
     }
 

@@ -187,7 +187,8 @@ struct Fp4GemmSwapAb {
 
     using Values = float[kBlockM / 2];
     using Weights = uint32_t[4];
-    using Powers = uint2;  // of this thread's two rows, a byte per group
+    using Powers = uint2;            // of this thread's two rows, a byte per group
+    using Scales = float2[kChunks];  // of this thread's two tokens of each chunk
 
     // The registers of two steps: while the products of one are under way, the sums of the other are added up and its next weights
     // unpacked.
@@ -238,17 +239,16 @@ struct Fp4GemmSwapAb {
     }
 
     // Adds the sum of a k-block to the totals, each column with the scale of its token.
-    __device__ static void promote(const float2* scales, const Values& block, Values& totals) {
+    __device__ static void promote(const Scales& scales, const Values& block, Values& totals) {
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-            const float2 scale = scales[chunk * 4];
+            const float2 scale = scales[chunk];
             const uint32_t i = chunk * 4;
             totals[i] += scale.x * block[i];
             totals[i + 1] += scale.y * block[i + 1];
             totals[i + 2] += scale.x * block[i + 2];
             totals[i + 3] += scale.y * block[i + 3];
         }
-        hold(totals);  // the scales are read
     }
 
     // No product is under way from one k-block to the next: the compiler would wait for each. Other warpgroups of the SM use the time.
@@ -263,17 +263,24 @@ struct Fp4GemmSwapAb {
             const uint4 words[2] = {mine[0], mine[kWarpgroup]};
             const Powers powers = reinterpret_cast<const Powers*>(fragment + 2 * kFragmentHalf)[self.thread / 4];
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
+            const float2* a_scales =
+                reinterpret_cast<const float2*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + lane_id() % 4;
+            Scales scales;
             begin(0, registers, words, tokens);
 #pragma unroll
             for (uint32_t step = 1; step < kSteps; ++step) {
                 begin(step, registers, words, tokens);
+                if (step == kSteps - 1) {
+                    // They arrive while the last products run: nothing of a stage is still being read when it is given back.
+#pragma unroll
+                    for (uint32_t chunk = 0; chunk < kChunks; ++chunk) scales[chunk] = a_scales[chunk * 4];
+                }
                 products_wait<1>();
                 add(step - 1, registers, powers, block);
             }
             products_wait<0>();
             add(kSteps - 1, registers, powers, block);
-            promote(reinterpret_cast<const float2*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + lane_id() % 4,
-                    block, totals);
+            promote(scales, block, totals);
             barrier_arrive_if(lane_id() == 0, self.base + kOffsetEmpty + ring.stage * 8);
         }
     }

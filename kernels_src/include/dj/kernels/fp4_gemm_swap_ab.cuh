@@ -177,12 +177,12 @@ struct Fp4GemmSwapAb {
         }
     }
 
-    // What one thread of a consumer needs to know in the main loop.
+    // What one thread of a consumer needs to know in the main loop: where the first stage has what it reads, and barriers and tokens.
     struct Consumer {
-        const uint8_t* shared;
+        const uint8_t* words;
+        const uint8_t* powers;
+        const uint8_t* scales;
         uint32_t base;
-        uint32_t fragment;  // of its warpgroup in a stage
-        uint32_t thread;    // of its warpgroup
     };
 
     using Values = float[kBlockM / 2];
@@ -258,13 +258,11 @@ struct Fp4GemmSwapAb {
 #pragma unroll 1
         for (uint32_t i = 0; i < k_blocks; ++i, ring.advance()) {
             barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
-            const uint8_t* fragment = self.shared + kOffsetB + ring.stage * kBytesB + self.fragment;
-            const uint4* mine = reinterpret_cast<const uint4*>(fragment) + self.thread;
-            const uint4 words[2] = {mine[0], mine[kWarpgroup]};
-            const Powers powers = reinterpret_cast<const Powers*>(fragment + 2 * kFragmentHalf)[self.thread / 4];
+            const uint4* halves = reinterpret_cast<const uint4*>(self.words + ring.stage * kBytesB);
+            const uint4 words[2] = {halves[0], halves[kWarpgroup]};
+            const Powers powers = *reinterpret_cast<const Powers*>(self.powers + ring.stage * kBytesB);
+            const float2* a_scales = reinterpret_cast<const float2*>(self.scales + ring.stage * kBytesScales);
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
-            const float2* a_scales =
-                reinterpret_cast<const float2*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + lane_id() % 4;
             Scales scales;
             begin(0, registers, words, tokens);
 #pragma unroll
@@ -287,7 +285,10 @@ struct Fp4GemmSwapAb {
 
     __device__ static void consume(const Fp4GemmArguments& arguments, Scheduler& scheduler, uint8_t* shared, uint32_t base,
                                    uint32_t warp) {
-        const Consumer self{shared, base, warp / 4 * kFragmentBytes, threadIdx.x % kWarpgroup};
+        const uint32_t thread = threadIdx.x % kWarpgroup;
+        const uint8_t* fragment = shared + kOffsetB + warp / 4 * kFragmentBytes;
+        const Consumer self{fragment + thread * 16, fragment + 2 * kFragmentHalf + thread / 4 * 8,
+                            shared + kOffsetScales + thread % 4 * 8, base};
         uint8_t* strip = shared + kOffsetStrips + warp * kBytesColumns;
         const uint32_t first_column = warp * kColumnsOfWarp;
         Ring ring;

@@ -26,8 +26,8 @@ struct Fp4GemmArguments {
 };
 
 constexpr uint32_t kFragmentRows = 64;
-constexpr uint32_t kGroups = 4;                                               // of 32 columns, in a k-block
-constexpr uint32_t kFragmentHalf = kWarpgroup * 16;                           // two groups: 16 bytes of each thread
+constexpr uint32_t kGroups = 4;                                                   // of 32 columns, in a k-block
+constexpr uint32_t kFragmentHalf = kWarpgroup * 16;                               // two groups: 16 bytes of each thread
 constexpr uint32_t kFragmentBytes = 2 * kFragmentHalf + kFragmentRows * kGroups;  // and the powers of two
 
 // A nibble becomes E4M3 with its sign in bit 7 and the other bits in bits 4 to 2, which is its value times 2^-6; and powers of two

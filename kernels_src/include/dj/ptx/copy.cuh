@@ -51,10 +51,11 @@ __device__ inline void load_bytes(uint32_t barrier, uint32_t destination, const 
 
 // The same under a cache policy.
 __device__ inline void load_bytes(uint32_t barrier, uint32_t destination, const void* source, uint32_t bytes, uint64_t policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                     destination),
-                 "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
 }
 
 // cp.async of one float.

@@ -22,7 +22,7 @@ from deepgemm_jit.spec.kernel import (
 from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.reach import Gap, reachable, try_gap
-from deepgemm_jit.spec.selection import Selected, select, selected
+from deepgemm_jit.spec.selection import MOST_FP4_ROWS, Selected, select, selected
 
 __all__ = [
     "ACTIVATE",
@@ -36,6 +36,7 @@ __all__ = [
     "GATHER",
     "MAX_EXPERTS",
     "MAX_GROUPS",
+    "MOST_FP4_ROWS",
     "N_MAJOR",
     "ROUTE",
     "ROW_SCALES",

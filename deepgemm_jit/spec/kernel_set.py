@@ -96,7 +96,7 @@ STEP_KERNELS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]] = {
 
 FRAGMENT = (64, 128)
 """Rows and columns of FP4 weights that lie together, in the order in which the threads of a warpgroup want them."""
-FRAGMENT_BYTES = 64 * 128 // 2 + 64 * 128 // 32
+FRAGMENT_BYTES = FRAGMENT[0] * FRAGMENT[1] // 2 + FRAGMENT[0] * FRAGMENT[1] // 32
 """Two weights a byte, and a byte for the power of two of a row and 32 columns."""
 
 MAX_GROUPS = 512

@@ -1,4 +1,4 @@
-"""FP4 weights for GPUs that multiply FP8 and not FP4: folded exactly into FP8, or in the fragments that a GEMM unpacks as it goes.
+"""FP4 weights for GPUs that multiply FP8 and not FP4: folded exactly into FP8, or in fragments that a GEMM unpacks as it goes.
 
 An FP4 weight is e2m1 values with one power of two per row and 32 columns. Times 2^d, an e2m1 value is an E4M3 value for every
 d from -8 (0.5 becomes 2^-9, the smallest subnormal) to 6 (6 becomes 384, below the largest, 448). So the scales inside of a
@@ -122,11 +122,10 @@ def pack_fragments(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     shape = fragments_shape(count, n, 2 * k_bytes)
     _, row_blocks, k_blocks, _ = shape
     fragments = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    more_rows = row_blocks * FRAGMENT[0] - n
+    more_rows, more_bytes = row_blocks * FRAGMENT[0] - n, k_blocks * FRAGMENT[1] // 2 - k_bytes
+    values_end = FRAGMENT[0] * FRAGMENT[1] // 2
     for expert in range(count):
-        pairs = torch.nn.functional.pad(
-            packed[expert].view(torch.uint8), (0, k_blocks * FRAGMENT[1] // 2 - k_bytes, 0, more_rows)
-        )
+        pairs = torch.nn.functional.pad(packed[expert].view(torch.uint8), (0, more_bytes, 0, more_rows))
         codes = torch.stack([pairs & 0xF, pairs >> 4], -1)
         # (row blocks, warps, halves of 8 rows, rows, k-blocks, halves, groups, columns 16, threads of a row, columns)
         codes = codes.view(row_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4)
@@ -134,9 +133,8 @@ def pack_fragments(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         powers = (_groups(packed[expert], scale[expert]) + 1).to(torch.uint8)
         powers = torch.nn.functional.pad(powers, (0, k_blocks * _BLOCK_GROUPS - powers.shape[1], 0, more_rows))
         powers = powers.view(row_blocks, 4, 2, 8, k_blocks, _BLOCK_GROUPS).permute(0, 4, 1, 3, 2, 5)
-        split = FRAGMENT[0] * FRAGMENT[1] // 2
-        fragments[expert, :, :, :split] = words.reshape(row_blocks, k_blocks, split)
-        fragments[expert, :, :, split:] = powers.reshape(row_blocks, k_blocks, -1)
+        fragments[expert, :, :, :values_end] = words.reshape(row_blocks, k_blocks, -1)
+        fragments[expert, :, :, values_end:] = powers.reshape(row_blocks, k_blocks, -1)
     return fragments
 
 

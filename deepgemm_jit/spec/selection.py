@@ -85,7 +85,7 @@ _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
 MOST_FP4_ROWS = 32
-"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking: reading them takes the time. Not yet measured."""
+"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. An estimate."""
 
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""

@@ -16,7 +16,7 @@ MOVED_DESCRIPTORS = "R2UR among products"
 
 FROM_REGISTERS = "products with A in registers"
 
-# "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A comes from shared memory too, it has no register.
+# "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A lies in shared memory, it has none.
 _FROM_REGISTERS = re.compile(r"GMMA[\w.]*\s+R\d+, R\d+, gdesc")
 
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.

@@ -116,9 +116,11 @@ def test_every_code_keeps_its_sign_also_that_of_zero() -> None:
         expected = e2m1_values(packed[0, row * ROWS : (row + 1) * ROWS]).numpy()
         np.testing.assert_array_equal(got, expected)
         signs = registers(fragments[0, row, 0].numpy()).view(np.uint8) >> 7
-        assert signs.sum() == (packed[0, row * ROWS : (row + 1) * ROWS].view(torch.uint8).long() & 0x8 > 0).sum() + (
-            packed[0, row * ROWS : (row + 1) * ROWS].view(torch.uint8).long() & 0x80 > 0
-        ).sum()
+        assert (
+            signs.sum()
+            == (packed[0, row * ROWS : (row + 1) * ROWS].view(torch.uint8).long() & 0x8 > 0).sum()
+            + (packed[0, row * ROWS : (row + 1) * ROWS].view(torch.uint8).long() & 0x80 > 0).sum()
+        )
 
 
 @pytest.mark.parametrize("exponent", [-127, -126, 0, 113, 114])

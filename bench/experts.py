@@ -3,6 +3,7 @@
 Every forward is compared with float64 on some tokens before it is timed: eagerly, by what a call costs the host, and as a
 replayed CUDA graph. Sides are timed in turn, each some times in a row; the first of a row, which finds caches and TLBs full of
 the other side's operands, is told apart. The ratio is our graph's time over that of bf16 grouped_mm: below 1 we are faster.
+FP4 weights are timed folded into FP8 and as they are, of which the ratio is the latter's graph over the former's.
 Processes of their own measure the first forward, on an empty store and on a warm one. Exit status: 0, or 1 for a wrong result.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -53,6 +55,9 @@ class Layer:
     intermediate: int
     top_k: int = 8
 
+
+FP4_TOKENS = (1, 16, 128)
+FP4_GROUP = 32
 
 LAYERS = (Layer("Qwen3-30B-A3B", 128, 2048, 768), Layer("DeepSeek-V3, 32 experts", 32, 7168, 2048))
 
@@ -121,6 +126,24 @@ def relative_error(out: torch.Tensor, tokens: Tokens, weights: Weights) -> float
             down = dequantized(weights.down[expert], weights.down_scale[expert]).double()
             reference[token] += tokens.weights[token, choice].double() * (down @ (torch.nn.functional.silu(gate) * value))
     return float(torch.linalg.vector_norm(out[:count].double() - reference) / torch.linalg.vector_norm(reference))
+
+
+def random_fp4_experts(layer: Layer) -> tuple[dict[str, ops.Experts], Weights]:
+    """Draw FP4 weights and prepare them folded only, and with fragments; the folded copy is what they mean."""
+
+    def matrices(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = torch.randint(-128, 128, (layer.experts, n, k // 2), dtype=torch.int8, device="cuda")
+        exponents = torch.randint(-2, 2, (layer.experts, n, k // FP4_GROUP), device="cuda")
+        return packed, (exponents + 127 - round(math.log2(3 * k**0.5))).to(torch.uint8)
+
+    (up, up_scale), (down, down_scale) = (
+        matrices(2 * layer.intermediate, layer.hidden),
+        matrices(layer.hidden, layer.intermediate),
+    )
+    sides = {decode: ops.prepare_experts(up, down, up_scale, down_scale, decode=decode) for decode in ("fp8", "fp4")}
+    folded = sides["fp8"].gate_up, sides["fp8"].down
+    nothing = torch.empty(0)
+    return sides, Weights(folded[0].weight, folded[0].scale, folded[1].weight, folded[1].scale, nothing, nothing)
 
 
 # --- the sides
@@ -377,6 +400,27 @@ def measure(layer: Layer, seconds: float, counts: Sequence[int], beside: Sequenc
     return rows
 
 
+def measure_fp4(layer: Layer, seconds: float, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Check and time a layer of FP4 experts, folded into FP8 and as it is."""
+    sides, weights = random_fp4_experts(layer)
+    rows = []
+    for count in counts:
+        tokens = random_tokens(layer, count)
+        row: dict[str, Any] = {"layer": layer.name, "tokens": count}
+        calls = {
+            name: partial(ops.fp8_experts, tokens.hidden, tokens.index, tokens.weights, side) for name, side in sides.items()
+        }
+        row |= {f"{name}_error": relative_error(call(), tokens, weights) for name, call in calls.items()}
+        row |= _times("eager", calls, [in_turn([call], seconds)[0] for call in calls.values()])
+        row |= _times("graph", calls, in_turn([captured(call) for call in calls.values()], seconds))
+        row |= {f"ratio_{way}": round(row[f"fp4_{way}_us"] / row[f"fp8_{way}_us"], 4) for way in ("eager", "graph")}
+        rows.append(row)
+        errors = (f"{row[f'{name}_error']:.1e}" for name in calls)
+        times = (number(row[f"{name}_{way}_us"]) for way in ("eager", "graph") for name in calls)
+        FP4_TABLE.row(layer.name, count, *errors, *times, number(row["ratio_eager"], 3), number(row["ratio_graph"], 3))
+    return rows
+
+
 def _times(way: str, names: Iterable[str], times: Sequence[Times]) -> dict[str, float]:
     row = {}
     for name, of_one in zip(names, times, strict=True):
@@ -387,6 +431,12 @@ def _times(way: str, names: Iterable[str], times: Sequence[Times]) -> dict[str, 
 TABLE = Table(
     ("layer", 24), ("tokens", 6), ("error", 8), ("ours us", 9), ("host", 7), ("graph", 9), ("bf16 us", 9), ("graph", 9),
     ("DeepGEMM us", 11), ("graph", 9), ("ratio", 6), ("first", 6),
+)  # fmt: skip
+
+
+FP4_TABLE = Table(
+    ("layer of FP4", 24), ("tokens", 6), ("error 8", 8), ("error 4", 8), ("FP8 us", 9), ("FP4 us", 9), ("graph 8", 9),
+    ("graph 4", 9), ("ratio", 6), ("graph", 6),
 )  # fmt: skip
 
 
@@ -408,6 +458,7 @@ def main() -> int:
                       help=f"default: {','.join(map(str, TOKENS))}")  # fmt: skip
     line.add_argument("--sides", type=lambda text: tuple(text.split(",")), default=SIDES, metavar="LIST",
                       help=f"beside ours, of {','.join(SIDES)}; default: both")  # fmt: skip
+    line.add_argument("--fp4-only", action="store_true", help="time nothing but layers of FP4 weights")
     line.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "experts.json", metavar="PATH")
     line.add_argument("--first-forward", choices=[layer.name for layer in LAYERS], help=argparse.SUPPRESS)
     options = line.parse_args()
@@ -421,17 +472,25 @@ def main() -> int:
     record["machine"] |= {"gpu": torch.cuda.get_device_name(), "driver": try_driver_version(), "cuda": torch.version.cuda}
     record["versions"]["deep_gemm"] = package_version("sgl-deep-gemm", "deep-gemm", "deep_gemm")
     rows: list[dict[str, Any]] = []
-    first = {layer.name: first_forwards(layer) for layer in LAYERS}
+    fp4_rows: list[dict[str, Any]] = []
+    layers = () if options.fp4_only else LAYERS
+    first = {layer.name: first_forwards(layer) for layer in layers}
     print(f"first forward, s: {first}")
-    TABLE.start("us a forward; ratio = our graph / bf16 grouped_mm's graph")
     try:
         with torch.no_grad():
-            for layer in LAYERS:
+            if layers:
+                TABLE.start("us a forward; ratio = our graph / bf16 grouped_mm's graph")
+            for layer in layers:
                 rows += measure(layer, options.seconds, options.tokens, options.sides)
                 torch.cuda.empty_cache()
+            FP4_TABLE.start("us a forward; ratio = FP4 as it is / folded into FP8")
+            for layer in LAYERS:
+                fp4_rows += measure_fp4(layer, options.seconds, FP4_TOKENS)
+                torch.cuda.empty_cache()
     finally:  # a kernel that dies takes the process along: what was measured before stays
-        write_json(options.json, record | {"first_forward_s": first, "rows": rows})
-    return 0 if all(row.get("ours_error", 1.0) <= LARGEST_ERROR for row in rows) else 1
+        write_json(options.json, record | {"first_forward_s": first, "rows": rows, "fp4_rows": fp4_rows})
+    errors = [row.get("ours_error", 1.0) for row in rows] + [row[f"{side}_error"] for row in fp4_rows for side in ("fp8", "fp4")]
+    return 0 if all(error <= LARGEST_ERROR for error in errors) else 1
 
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ from common import environment, try_driver_version, write_json
 
 import deepgemm_jit as dj
 from deepgemm_jit import ops
-from deepgemm_jit.ops.launching import Chosen, call_on, empty_m_major, run_gemm
+from deepgemm_jit.ops.fp4 import fragments_shape
+from deepgemm_jit.ops.launching import Chosen, blocks_for, call_on, empty_m_major, m_major_matrices, matrices, run_gemm
+from deepgemm_jit.runtime import GemmCall, Matrices, prepare_gemm
 from deepgemm_jit.service import default_service
-from deepgemm_jit.spec import FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
+from deepgemm_jit.spec import FP4_GEMM_SWAP_AB, FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, GemmProblem, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import is_gemm
 
 ARCH = "sm_90a"
@@ -63,6 +65,10 @@ def m_major(*shape: int) -> torch.Tensor:
     return empty_m_major(shape, torch.device("cuda")).fill_(1.0)
 
 
+def fragments(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+
+
 def int32(numbers: list[int]) -> torch.Tensor:
     return torch.tensor(numbers, device="cuda", dtype=torch.int32)
 
@@ -77,7 +83,9 @@ def run_gemms(specs: list[KernelSpec]) -> None:
     for spec in specs:
         for layout in Layout:
             aligned = layout in (Layout.CONTIGUOUS, Layout.PREFIX_SUMS)
-            if not (aligned and 128 % spec.block[0]):
+            if spec.family == FP4_GEMM_SWAP_AB:
+                run_fp4_gemm(spec, layout, group_data.get(layout))
+            elif not (aligned and 128 % spec.block[0]):
                 for split_k in (1, 2, 4) if spec.family == FP8_GEMM_SWAP_AB else (1,):
                     run_one_gemm(spec, split_k, layout, group_data.get(layout))
 
@@ -97,6 +105,29 @@ def run_one_gemm(spec: KernelSpec, split_k: int, layout: Layout, numbers: list[i
     problem = GemmProblem(a_lead[-1], N, K, GROUPS if b_lead else 1, layout, 128, dtypes, spec.flags)
     with call_on(a) as call:
         run_gemm(call, Chosen(call.kernel(spec), split_k), problem, a, b, out, None if numbers is None else int32(numbers), pair)
+
+
+def run_fp4_gemm(spec: KernelSpec, layout: Layout, numbers: list[int] | None) -> None:
+    """Run one GEMM kernel of FP4 weights in one layout; no operation but the experts forward has it."""
+    lead, groups = (GROUPS, MAX_M) if layout is Layout.MASKED else (M,), 1 if layout is Layout.DENSE else GROUPS
+    a, a_scales, out = fp8(*lead, K), m_major(*lead, blocks(K)), bf16(*lead, N)
+    b, group_data = fragments(*fragments_shape(groups, N, K)), int32(numbers or [])
+    gemm = GemmCall(
+        a=matrices(a),
+        b=Matrices(b.data_ptr(), b.stride(0), b.stride(1)),
+        d=matrices(out),
+        group_data=group_data.data_ptr(),
+        m=lead[-1],
+        n=N,
+        k=K,
+        groups=groups,
+        layout=layout,
+        alignment=128,
+        a_scales=m_major_matrices(a_scales),
+    )
+    with call_on(a) as call:
+        call.kernel(spec)
+        call.launch(spec, prepare_gemm(spec, blocks_for(call, spec), default_service().maps, gemm))
 
 
 def run_operations() -> None:

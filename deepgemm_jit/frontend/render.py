@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepgemm_jit.errors import ToolchainError, UnsupportedError
 from deepgemm_jit.frontend.sources import included_headers, templates_dir
 from deepgemm_jit.frontend.wgmma import wrapper_for, wrapper_name
-from deepgemm_jit.spec import FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec, is_gemm
+from deepgemm_jit.spec import FP4_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, SWAPPED, KernelSpec, is_gemm
 from deepgemm_jit.spec.kernel_set import blocks_per_sm, dynamic_shared_memory_bytes, threads
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def render(spec: KernelSpec) -> Source:
     if is_gemm(spec):
         block_m, block_n, block_k = spec.block
         # The columns of a product: of B, or tokens where the operands are swapped.
-        wrapper = wrapper_name(spec.dtypes[0], block_m if spec.family == FP8_GEMM_SWAP_AB else block_n)
+        columns = block_m if spec.family in SWAPPED else block_n
+        wrapper = wrapper_name(spec.dtypes[0], columns, registers=spec.family == FP4_GEMM_SWAP_AB)
         constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k, "stages": spec.stages, "wrapper": wrapper}
         constants |= {flag: flag in spec.flags for flag in (ROW_SCALES, N_MAJOR)}
         generated[_WRAPPER_HEADER] = wrapper_for(wrapper)

@@ -44,9 +44,13 @@ def _header() -> str:
         raise ToolchainError(missing=what, looked_for=str(path), fix=_FIX_BROKEN) from cause
 
 
-def wrapper_name(dtype: str, columns: int) -> str:
-    """Return the name of the wrapper for products of 64 x ``columns`` and 32 bytes of K, both operands in shared memory."""
-    return {"e4m3": f"MMA_64x{columns}x32_F32E4M3E4M3_SS_TN", "bf16": f"MMA_64x{columns}x16_F32BF16BF16_SS"}[dtype]
+def wrapper_name(dtype: str, columns: int, *, registers: bool = False) -> str:
+    """Return the name of the wrapper for products of 64 x ``columns`` and 32 bytes of K.
+
+    The columns are read from shared memory, and so are the 64 rows unless they come from ``registers``.
+    """
+    read = "RS" if registers else "SS"
+    return {"e4m3": f"MMA_64x{columns}x32_F32E4M3E4M3_{read}_TN", "bf16": f"MMA_64x{columns}x16_F32BF16BF16_{read}"}[dtype]
 
 
 @cache

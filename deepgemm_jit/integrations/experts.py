@@ -6,7 +6,7 @@ all contexts. Ours are loaded into each context, so the mark says nothing about 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ class _Projection(NamedTuple):
     scale: torch.Tensor | None
     activation_scale: torch.Tensor | None
     scale_kind: ScaleKind
+    fragments: torch.Tensor | None
 
 
 class _Fp8(NamedTuple):
@@ -159,7 +160,7 @@ def _projection(module: Any, name: str, activation_scale_name: str, kept: _Proje
         scale = prepared.local(getattr(module, f"{name}_scale_inv"))
     if static is None and module.activation_scheme == "static":
         static = prepared.local(getattr(module, activation_scale_name))
-    return Projection(weight, scale, kept.scale_kind, static, added_bytes=0)
+    return Projection(weight, scale, kept.scale_kind, static, added_bytes=0, fragments=kept.fragments)
 
 
 def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> None:
@@ -203,6 +204,7 @@ def _prepare_fp8(module: Any) -> _Fp8:
             down_activation_scale=None if static_scales[1] is None else prepared.wide(static_scales[1]),
             gated=module.has_gate,
             transposed=transposed,
+            decode=_decode_for(module, weights),
             **given,
         )
     except UnsupportedError as refused:
@@ -214,10 +216,18 @@ def _prepare_fp8(module: Any) -> _Fp8:
             _if_made(made.scale, scale),
             None if static is None or made.activation_scale is None else _if_made(made.activation_scale, static),
             made.scale_kind,
+            made.fragments,
         )
         for made, weight, scale, static in zip((experts.gate_up, experts.down), weights, scales, static_scales, strict=True)
     )
     return _Fp8(first, second, None if activation is None else experts.activation)
+
+
+def _decode_for(module: Any, weights: list[torch.Tensor]) -> Literal["auto", "fp4"]:
+    """Return how FP4 weights are prepared: fragments that a captured graph may read are made anew whatever memory is free."""
+    kept = prepared.try_kept(module)
+    has_fragments = isinstance(kept, _Fp8) and any(part.fragments is not None for part in (kept.gate_up, kept.down))
+    return "fp4" if has_fragments and any(weight.dtype == torch.int8 for weight in weights) else "auto"
 
 
 def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:

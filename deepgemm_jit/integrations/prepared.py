@@ -79,6 +79,12 @@ def value_for(module: Any, make: Callable[[Any], Any]) -> Any:
         return _make(module, make, tracing=False)
 
 
+def try_kept(module: Any) -> Any:
+    """Return what was made last, of whatever the parameters were then, or None."""
+    kept = vars(module).get(_ATTRIBUTE)
+    return None if kept is None else kept.value
+
+
 def value_while_tracing(module: Any, prepare: Callable[[int], Any]) -> Any:
     """Return what was prepared, for a graph that torch.compile builds.
 

@@ -17,6 +17,7 @@ from deepgemm_jit.spec import (
     CAST_TO_FP8,
     COMBINE,
     GATHER,
+    MOST_FP4_ROWS,
     N_MAJOR,
     ROUTE,
     ROW_SCALES,
@@ -71,12 +72,19 @@ def experts_needs(module: Any, max_tokens: int) -> Needs:
         sizes.append((n, 2 * k if weight.dtype == torch.int8 else k, groups))
         by_rows = fp8 and weight.dtype != torch.int8 and _has_row_scales(module, name, n)
         variants.append((ROW_SCALES,) if by_rows else (N_MAJOR,) if transposed and not fp8 else ())
-    alignments = (SCATTERED_ALIGNMENT,) if fp8 and not any(variants) else WIDE_ALIGNMENTS
+    alignments: tuple[int, ...] = (SCATTERED_ALIGNMENT,) if fp8 and not any(variants) else WIDE_ALIGNMENTS
     gemms = tuple(
         GemmProblem(max_tokens * MAX_TOP_K + groups * alignment, n, k, groups, Layout.PREFIX_SUMS, alignment, dtypes, variant)
         for (n, k, groups), variant in zip(sizes, variants, strict=True)
         for alignment in alignments
     )
+    if not any(variants):
+        # Whether fragments are kept is a matter of memory.
+        gemms += tuple(
+            GemmProblem(MOST_FP4_ROWS * groups, n, k, groups, Layout.PREFIX_SUMS, SCATTERED_ALIGNMENT, ("e4m3", "e2m1", "bf16"))
+            for (n, k, groups), parameter in zip(sizes, weights.values(), strict=True)
+            if parameter.dtype == torch.int8
+        )
     to = dtypes[0]
     steps = (
         StepProblem(ROUTE, ("i32",)),

@@ -136,10 +136,10 @@ def _steps(
     _, hidden, index, weights_at, workspace, out = at
     buffers = known.offsets.at(workspace)
     up, down = (
-        half_for(weight, scale, static, sizes.pairs, scales_rows, layer.n_major, layer.narrow)
-        for weight, scale, static, scales_rows in (
-            (layer.up, layer.up_scale, layer.up_static, layer.up_scales_rows),
-            (layer.down, layer.down_scale, layer.down_static, layer.down_scales_rows),
+        half_for(weight, scale, static, sizes.pairs, scales_rows, layer.n_major, layer.narrow, fragments)
+        for weight, scale, static, scales_rows, fragments in (
+            (layer.up, layer.up_scale, layer.up_static, layer.up_scales_rows, layer.up_fragments),
+            (layer.down, layer.down_scale, layer.down_static, layer.down_scales_rows, layer.down_fragments),
         )
     )
     return [

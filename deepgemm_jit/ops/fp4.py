@@ -1,8 +1,11 @@
-"""FP4 weights folded exactly into FP8, for GPUs that multiply FP8 and not FP4.
+"""FP4 weights for GPUs that multiply FP8 and not FP4: folded exactly into FP8, or in fragments that a GEMM unpacks as it goes.
 
 An FP4 weight is e2m1 values with one power of two per row and 32 columns. Times 2^d, an e2m1 value is an E4M3 value for every
 d from -8 (0.5 becomes 2^-9, the smallest subnormal) to 6 (6 becomes 384, below the largest, 448). So the scales inside of a
 block of 128 x 128 go into its values as long as they span at most 14 binades, and one power of two for the block is left over.
+
+Fragments keep the four bits of a value and the byte of its power of two, in the order in which the threads of
+``kernels_src/include/dj/kernels/fp4_gemm_swap_ab.cuh`` want them.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import torch
 from deepgemm_jit.errors import UnsupportedError
 from deepgemm_jit.ops.checks import SCALE_BLOCK, ceil_div
 from deepgemm_jit.ops.ue8m0 import BIAS, codes_of, float_from_ue8m0, try_first
+from deepgemm_jit.spec.kernel_set import FRAGMENT, FRAGMENT_BYTES
 
 GROUP = 32
 """Columns that share a scale."""
 MAX_SPAN = 14
+MAX_FRAGMENT_EXPONENT = 114
+"""Of a power of two in fragments: a block's sum under a larger one, without the scale of its token, might not be finite."""
 
 _LOWEST_SHIFT, _HIGHEST_SHIFT = -8, 6
 _ZEROS = _HIGHEST_SHIFT - _LOWEST_SHIFT + 1
@@ -50,17 +56,13 @@ def plan_fold(name: str, packed: torch.Tensor, scale: torch.Tensor) -> Fold:
     Raises:
         UnsupportedError: scales inside of a block span more than 14 binades; the first such expert and block are named.
     """
-    count, n, k_bytes = packed.shape
+    count, n, _ = packed.shape
     group_count = scale.shape[-1]
     blocks_shape = (count, ceil_div(n, SCALE_BLOCK), ceil_div(group_count, _BLOCK_GROUPS))
     groups = torch.empty((count, n, group_count), dtype=torch.int16, device=packed.device)
     blocks, spans = (torch.empty(blocks_shape, dtype=torch.int16, device=packed.device) for _ in range(2))
     for expert in range(count):
-        codes, nonzero = _codes(scale[expert])
-        magnitudes = packed[expert].view(torch.uint8) & _MAGNITUDE_BITS
-        magnitudes = torch.nn.functional.pad(magnitudes, (0, group_count * _GROUP_BYTES - k_bytes))
-        used = (magnitudes.view(n, group_count, _GROUP_BYTES) != 0).any(-1) & nonzero
-        groups[expert] = codes.short().masked_fill(~used, _UNUSED)
+        groups[expert] = _groups(packed[expert], scale[expert])
         tiled = _tile(groups[expert], *blocks_shape[1:])
         highest = tiled.amax((1, 3))
         lowest = tiled.masked_fill(tiled == _UNUSED, torch.iinfo(torch.int16).max).amin((1, 3))
@@ -91,10 +93,72 @@ def fold(packed: torch.Tensor, plan: Fold) -> tuple[torch.Tensor, torch.Tensor]:
     return values, float_from_ue8m0(plan.blocks.to(torch.uint8))
 
 
+def try_beyond_fragments(plan: Fold) -> tuple[int, ...] | None:
+    """Return the index of the first group whose power of two is too large for fragments, or None. Waits for the device."""
+    return try_first(plan.groups > BIAS + MAX_FRAGMENT_EXPONENT)
+
+
+def fragments_shape(count: int, n: int, k: int) -> tuple[int, int, int, int]:
+    """Return the shape of the fragments of (E, N, K) weights: rows are filled up to multiples of 128, columns too."""
+    rows, columns = FRAGMENT
+    return count, SCALE_BLOCK // rows * ceil_div(n, SCALE_BLOCK), ceil_div(k, columns), FRAGMENT_BYTES
+
+
+def pack_fragments(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return FP4 weights in the order in which the FP4 GEMM reads them, an expert at a time.
+
+    A fragment is 64 rows x 128 columns. Its bytes are [half][thread][group][columns 16][column], then [row of 8][rows 8][group]
+    with the powers of two: a warp has 16 rows, a thread rows ``lane / 4`` and that + 8, of each 16 columns the four from
+    ``lane % 4 * 4`` on. A byte has both rows of a column, the first in the bits in which E4M3 wants it.
+
+    Args:
+        packed: (E, N, K / 2) int8, two e2m1 values a byte, the lower four bits first.
+        scale: (E, N, ceil(K / 32)) UE8M0 bytes up to that of 2^114, or float32 that are powers of two or zero.
+
+    Returns:
+        (E, 2 * ceil(N / 128), ceil(K / 128), 4352) uint8. A power of two is stored as its UE8M0 byte + 1, and 0 stands for zero.
+    """
+    count, n, k_bytes = packed.shape
+    shape = fragments_shape(count, n, 2 * k_bytes)
+    _, row_blocks, k_blocks, _ = shape
+    fragments = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    more_rows, more_bytes = row_blocks * FRAGMENT[0] - n, k_blocks * FRAGMENT[1] // 2 - k_bytes
+    values_end = FRAGMENT[0] * FRAGMENT[1] // 2
+    for expert in range(count):
+        pairs = torch.nn.functional.pad(packed[expert].view(torch.uint8), (0, more_bytes, 0, more_rows))
+        codes = torch.stack([pairs & 0xF, pairs >> 4], -1)
+        # (row blocks, warps, halves of 8 rows, rows, k-blocks, halves, groups, columns 16, threads of a row, columns)
+        codes = codes.view(row_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4)
+        words = _interleave(codes[:, :, 0], codes[:, :, 1]).permute(0, 3, 4, 1, 2, 7, 5, 6, 8)
+        powers = (_groups(packed[expert], scale[expert]) + 1).to(torch.uint8)
+        powers = torch.nn.functional.pad(powers, (0, k_blocks * _BLOCK_GROUPS - powers.shape[1], 0, more_rows))
+        powers = powers.view(row_blocks, 4, 2, 8, k_blocks, _BLOCK_GROUPS).permute(0, 4, 1, 3, 2, 5)
+        fragments[expert, :, :, :values_end] = words.reshape(row_blocks, k_blocks, -1)
+        fragments[expert, :, :, values_end:] = powers.reshape(row_blocks, k_blocks, -1)
+    return fragments
+
+
 def try_inexact(scale: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first float32 scale that is neither a power of two nor zero, or None. Waits for the device."""
     _, exact = codes_of(scale)
     return try_first(~(exact | (scale == 0)))
+
+
+def _interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return a byte for each pair of e2m1 codes; the kernel takes them apart again (``unpack``)."""
+    # E4M3 has the sign in bit 7, and the value's other bits go to bits 4 to 2: the first code lies there, the second between.
+    ours = (first & 8) << 4 | (first & 7) << 2
+    return ours | (second & 8) << 2 | (second & 4) << 4 | (second & 3)
+
+
+def _groups(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the UE8M0 bytes of an expert's groups as (N, ceil(K / 32)) int16, -1 where all values of a group are zero."""
+    (n, k_bytes), group_count = packed.shape, scale.shape[-1]
+    codes, nonzero = _codes(scale)
+    magnitudes = packed.view(torch.uint8) & _MAGNITUDE_BITS
+    magnitudes = torch.nn.functional.pad(magnitudes, (0, group_count * _GROUP_BYTES - k_bytes))
+    used = (magnitudes.view(n, group_count, _GROUP_BYTES) != 0).any(-1) & nonzero
+    return codes.short().masked_fill(~used, _UNUSED)
 
 
 def _codes(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ def experts_up(
     """
     up: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.deepgemm_jit.experts_up(
         hidden, topk_index, topk_weights, layer.down, layer.up, layer.up_scale, layer.up_static, layer.up_scales_rows,
-        layer.n_major, layer.narrow, layer.gating.gate.value,
+        layer.n_major, layer.narrow, layer.up_fragments, layer.gating.gate.value,
     )  # fmt: skip
     return up
 
@@ -55,7 +55,7 @@ def experts_down(
     gate, interleaved, limit, alpha = layer.gating
     out: torch.Tensor = torch.ops.deepgemm_jit.experts_down(
         projected, topk_index, topk_weights, rows, ends, layer.down, layer.down_scale, layer.down_static, layer.down_scales_rows,
-        layer.n_major, layer.narrow, gate.value, interleaved, limit, alpha,
+        layer.n_major, layer.narrow, layer.down_fragments, gate.value, interleaved, limit, alpha,
     )  # fmt: skip
     return out
 
@@ -94,6 +94,7 @@ def _experts_up(
     row_scales: bool,
     n_major: bool,
     narrow: bool,
+    fragments: torch.Tensor | None,
     gate: int,
     *,
     fake: bool = False,
@@ -113,7 +114,7 @@ def _experts_up(
         return projected, rows, ends
     index = topk_index.contiguous()
     sizes = _sizes(index, experts, hidden_size, columns, intermediate, quantized, narrow)
-    half = half_for(weight, scale, activation_scale, sizes.pairs, row_scales, n_major, narrow)
+    half = half_for(weight, scale, activation_scale, sizes.pairs, row_scales, n_major, narrow, fragments)
     gathered, scales = _empty_rows(capacity, hidden_size, hidden.device, quantized)
     buffers = Buffers(rows.data_ptr(), ends.data_ptr(), gathered.data_ptr(), _address(scales), projected.data_ptr(), 0, 0, 0)
     with call_on(hidden) as call:
@@ -133,6 +134,7 @@ def _experts_down(
     row_scales: bool,
     n_major: bool,
     narrow: bool,
+    fragments: torch.Tensor | None,
     gate: int,
     interleaved: bool,
     limit: float,
@@ -157,7 +159,7 @@ def _experts_down(
     if projected.stride(1) != 1 or stride < projected.shape[1] or stride % 8 or projected.data_ptr() % 16:
         projected = projected.contiguous()
     sizes = _sizes(index, experts, hidden_size, projected.shape[1], intermediate, quantized, narrow)
-    half = half_for(weight, scale, activation_scale, sizes.pairs, row_scales, n_major, narrow)
+    half = half_for(weight, scale, activation_scale, sizes.pairs, row_scales, n_major, narrow, fragments)
     activated: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     if activates(quantized, gating.gate):
@@ -175,7 +177,7 @@ def _experts_down(
     return out
 
 
-_WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major, bool narrow"
+_WEIGHTS = "Tensor weight, Tensor? scale, Tensor? activation_scale, bool row_scales, bool n_major, bool narrow, Tensor? fragments"
 
 define(
     f"experts_up(Tensor hidden, Tensor topk_index, Tensor topk_weights, Tensor down, {_WEIGHTS}, int gate) "

@@ -33,6 +33,7 @@ from deepgemm_jit.spec import (
     ACTIVATE,
     COMBINE,
     GATHER,
+    MOST_FP4_ROWS,
     N_MAJOR,
     ROUTE,
     ROW_SCALES,
@@ -81,6 +82,7 @@ class Half(NamedTuple):
     """Weights of one of the two GEMMs and the problem that selects its kernel."""
 
     weight: Matrices
+    """Of FP4: fragments, with their scales."""
     scale: Matrices | None
     static: int
     """Address of the activations' static scales, or 0."""
@@ -114,6 +116,7 @@ class Layer:
     """Weights of a layer's experts and what happens between the GEMMs; scales and static scales where they are FP8.
 
     Attributes:
+        up_fragments: the same weights in FP4, if they are kept; ``down_fragments`` likewise.
         tensors: all there are.
         form: what a forward depends on beside them.
     """
@@ -128,11 +131,16 @@ class Layer:
     down_scales_rows: bool
     n_major: bool
     gating: Gating
+    up_fragments: torch.Tensor | None = None
+    down_fragments: torch.Tensor | None = None
     tensors: tuple[torch.Tensor, ...] = field(init=False)
     form: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        given = self.up, self.up_scale, self.up_static, self.down, self.down_scale, self.down_static
+        given = (
+            self.up, self.up_scale, self.up_static, self.up_fragments,
+            self.down, self.down_scale, self.down_static, self.down_fragments,
+        )  # fmt: skip
         object.__setattr__(self, "tensors", tuple([tensor for tensor in given if tensor is not None]))
         gate, interleaved, limit, alpha = self.gating
         missing = [tensor is None for tensor in given]
@@ -192,15 +200,23 @@ def half_for(
     row_scales: bool,
     n_major: bool,
     narrow: bool,
+    fragments: torch.Tensor | None = None,
 ) -> Half:
-    """Return one half of a forward: weights (E, N, K), or (E, K, N) where ``n_major``, and float32 scales where they are FP8."""
+    """Return one half of a forward: weights (E, N, K), or (E, K, N) where ``n_major``, and float32 scales where they are FP8.
+
+    ``fragments``: the same weights in FP4, which are read instead while the rows of an expert are few.
+    """
     experts, n, k = weight.shape[0], weight.shape[2 if n_major else 1], weight.shape[1 if n_major else 2]
     alignment, rows = alignment_for(pairs, experts, narrow)
+    static = 0 if activation_scale is None else activation_scale.data_ptr()
+    if fragments is not None and rows <= MOST_FP4_ROWS * min(pairs, experts):
+        problem = GemmProblem(rows, n, k, experts, Layout.PREFIX_SUMS, alignment, ("e4m3", "e2m1", "bf16"))
+        return Half(Matrices(fragments.data_ptr(), fragments.stride(0), fragments.stride(1)), None, static, problem)
     dtype = "bf16" if scale is None else "e4m3"
     variant = (N_MAJOR,) if n_major else (ROW_SCALES,) if row_scales else ()
     problem = GemmProblem(rows, n, k, experts, Layout.PREFIX_SUMS, alignment, (dtype, dtype, "bf16"), variant)
     scales = None if scale is None else m_major_matrices(scale) if row_scales else matrices(scale)
-    return Half(matrices(weight), scales, 0 if activation_scale is None else activation_scale.data_ptr(), problem)
+    return Half(matrices(weight), scales, static, problem)
 
 
 def weights_as_read(topk_weights: torch.Tensor) -> torch.Tensor:
@@ -352,7 +368,7 @@ def _gemm(
         groups=sizes.experts,
         layout=Layout.PREFIX_SUMS,
         alignment=sizes.alignment,
-        a_scales=None if half.scale is None else Matrices(a_scales, 0, padded_rows(sizes.capacity)),
+        a_scales=Matrices(a_scales, 0, padded_rows(sizes.capacity)) if sizes.quantized else None,
         b_scales=half.scale,
     )
     return spec, partial(

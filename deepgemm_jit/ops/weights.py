@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -16,6 +16,8 @@ from deepgemm_jit.ops.scales import FP4_BLOCK, ScaleKind, scale_for_gemm
 from deepgemm_jit.ops.stacks import OPERATION, Stack, check_stacks, stack_for, take_tensors
 from deepgemm_jit.runtime.steps import Gate
 from deepgemm_jit.spec import arch_of
+
+Decode = Literal["auto", "fp4", "fp8"]
 
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
@@ -62,6 +64,8 @@ class Projection:
     """(E,) float32 if activations are quantized with one static scale per expert; None if they are quantized dynamically."""
     added_bytes: int
     """Memory of the tensors that were made for this projection beside those of the caller."""
+    fragments: torch.Tensor | None = None
+    """Of FP4, where they are kept: the same weights with their scales at 4.25 bits, (E, row blocks, k-blocks, 4352) uint8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +84,7 @@ class Experts:
         layer = Layer(
             up.weight, up.scale, up.activation_scale, down.weight, down.scale, down.activation_scale,
             up.scale_kind == "row", down.scale_kind == "row", False, gating_for(self.activation, self.gated),
+            up.fragments, down.fragments,
         )  # fmt: skip
         object.__setattr__(self, "layer", layer)
 
@@ -104,6 +109,11 @@ class Experts:
         return self.gate_up.added_bytes + self.down.added_bytes
 
     @property
+    def decodes_fp4(self) -> bool:
+        """Whether FP4 weights are kept as fragments, and a forward of few tokens reads these instead of the folded copy."""
+        return self.gate_up.fragments is not None or self.down.fragments is not None
+
+    @property
     def device(self) -> torch.device:
         """Where all tensors are."""
         return self.down.weight.device
@@ -124,6 +134,7 @@ def prepare_experts(
     swiglu_alpha: float | None = None,
     transposed: bool = False,
     gate_up_blocks: Literal["together", "apart"] = "together",
+    decode: Decode = "auto",
 ) -> Experts:
     """Bring the weights of a layer's experts into the layouts that the GEMMs read; call it once, not in each forward.
 
@@ -133,7 +144,8 @@ def prepare_experts(
 
     Args:
         gate_up: (E, 2I, H), the I rows of the gate before the I rows of up, or (E, I, H) without a gate. float8_e4m3fn; or FP4 as
-            int8 with two e2m1 values a byte, the lower four bits first, thus (E, N, K / 2). FP4 is folded into FP8, exactly.
+            int8 with two e2m1 values a byte, the lower four bits first, thus (E, N, K / 2). FP4 is folded into FP8, exactly, and
+            may be kept as fragments too (``decode``).
         down: (E, H, I), likewise.
         gate_up_scale: float32 or UE8M0 (float8_e8m0fnu, or uint8 with its bits), read exactly. With N rows and K columns:
             blocks of (128, 128): (E, ceil(N / 128), ceil(K / 128)), or (E, 2 * ceil(I / 128), ceil(K / 128)) where the blocks of
@@ -150,16 +162,21 @@ def prepare_experts(
         swiglu_alpha: (up + 1) * gate * sigmoid(alpha * gate) instead of silu(gate) * up.
         gate_up_blocks: how (128, 128) blocks of gate and up were counted, where the shape of their scales does not tell.
         transposed: FP8 weights are (E, K, N), each of which gets a K-major copy; scales have the shapes above all the same.
+        decode: what a forward of few tokens reads of FP4 weights. "fp8": the folded copy, as one of many tokens does. "fp4": FP4
+            fragments kept beside it, about half of its bytes. "auto": fragments if at least as much memory stays free on the GPU
+            as they take, and their kernel can read the scales; on a CPU always. ``Experts.decodes_fp4`` says which it is.
 
     Returns:
         What ``fp8_experts`` takes.
 
     Raises:
-        UnsupportedError: a scheme without a kernel; FP4 scales that span more than 14 binades inside of a block.
+        UnsupportedError: a scheme without a kernel; FP4 scales that span more than 14 binades inside of a block, or with
+            decode = "fp4" one above 2^114.
         OperandError: all that is wrong with shapes, dtypes, scales and the activation's numbers.
         ContextMismatchError: tensors on different devices.
     """
     function = activation_for(OPERATION, activation, gated, swiglu_limit, swiglu_alpha)
+    _check_words(gate_up_blocks=(gate_up_blocks, ("together", "apart")), decode=(decode, get_args(Decode)))
     with torch.no_grad():
         given = take_tensors(
             gate_up=gate_up,
@@ -180,8 +197,11 @@ def prepare_experts(
             arch_of(torch.cuda.get_device_capability(device))
         # FP4 is planned for both before either is written: a refusal leaves nothing behind.
         plans = [fp4.plan_fold(s.name, s.weight, s.scale) if s.block == FP4_BLOCK else None for s in stacks]
-        apart = (_are_apart(gate_up_blocks) and gated, False)
+        _check_decode(decode, stacks, plans)
+        apart = (gate_up_blocks == "apart" and gated, False)
         projections = [_projection(stack, plan, halves) for stack, plan, halves in zip(stacks, plans, apart, strict=True)]
+        if _keeps_fragments(decode, stacks, plans):
+            projections = [_with_fragments(*each) for each in zip(projections, stacks, strict=True)]
     return Experts(projections[0], projections[1], gated, function)
 
 
@@ -214,11 +234,55 @@ def activation_for(operation: str, activation: object, gated: bool, limit: objec
     return Activation("silu", *(None if value is None else float(value) for value in (limit, alpha)))  # type: ignore[arg-type]
 
 
-def _are_apart(gate_up_blocks: object) -> bool:
-    if gate_up_blocks not in ("together", "apart"):
-        fault = f"gate_up_blocks = {gate_up_blocks!r} must be 'together' or 'apart'"
-        raise OperandError(operation=OPERATION, faults=[fault])
-    return gate_up_blocks == "apart"
+def _check_words(**given: tuple[object, tuple[str, ...]]) -> None:
+    """Refuse arguments that are none of the words they may be."""
+    faults = [
+        f"{name} = {value!r} must be " + " or ".join(map(repr, words))
+        for name, (value, words) in given.items()
+        if value not in words
+    ]
+    if faults:
+        raise OperandError(operation=OPERATION, faults=faults)
+
+
+def _check_decode(decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp4.Fold | None]) -> None:
+    """Refuse to keep fragments where there is nothing to keep, or where their kernel does not read the scales."""
+    if decode != "fp4":
+        return
+    if not any(plans):
+        kinds = " and ".join(f"{stack.name} is {stack.weight.dtype}" for stack in stacks)
+        raise OperandError(operation=OPERATION, faults=[f"decode = 'fp4' needs FP4 weights (int8), and {kinds}"])
+    for stack, plan in zip(stacks, plans, strict=True):
+        index = None if plan is None else fp4.try_beyond_fragments(plan)
+        if index is not None:
+            raise UnsupportedError(
+                given=f"decode = 'fp4' with a scale above 2^{fp4.MAX_FRAGMENT_EXPONENT} in {stack.name} at {index}",
+                supported="smaller scales",
+                advice="decode = 'fp8' reads them, and so does 'auto'",
+            )
+
+
+def _keeps_fragments(decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp4.Fold | None]) -> bool:
+    """Return whether FP4 weights are kept as fragments beside the folded copy, which is there already."""
+    if decode != "auto":
+        return decode == "fp4"
+    if any(plan is not None and fp4.try_beyond_fragments(plan) is not None for plan in plans):
+        return False
+    device = stacks[0].weight.device
+    if device.type != "cuda":
+        return True
+    shapes = [fp4.fragments_shape(s.shape.count, s.shape.n, s.shape.k) for s in stacks if s.block == FP4_BLOCK]
+    # What torch has cached is as good as free.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, _total = torch.cuda.mem_get_info(device)
+    return free + cached >= 2 * sum(math.prod(shape) for shape in shapes)
+
+
+def _with_fragments(projection: Projection, stack: Stack) -> Projection:
+    if stack.block != FP4_BLOCK:
+        return projection
+    fragments = fp4.pack_fragments(stack.weight, stack.scale)
+    return replace(projection, fragments=fragments, added_bytes=projection.added_bytes + fragments.nbytes)
 
 
 def _projection(stack: Stack, plan: fp4.Fold | None, halves_apart: bool) -> Projection:

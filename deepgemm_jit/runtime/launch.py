@@ -5,13 +5,14 @@ The ``struct`` formats mirror the argument structs of ``kernels_src``.
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Literal, NamedTuple
 
 from deepgemm_jit.runtime.params import Launch, lay_out
 from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
-from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, ROW_SCALES, KernelSpec, Layout
-from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, threads
+from deepgemm_jit.spec import BF16_GEMM, FP4_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec, Layout
+from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, FRAGMENT, FRAGMENT_BYTES, threads
 
 _FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xIII4x")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xII")
@@ -38,7 +39,7 @@ class GemmCall(NamedTuple):
     """Operands and sizes of one GEMM launch.
 
     The ``row_stride`` of A scales is the distance between columns (k-blocks), as they are M-major; so it is for B scales where
-    the kernel takes them per row.
+    the kernel takes them per row. FP4 weights are fragments with their scales: bytes, and a row is one of 64 rows.
     """
 
     a: Matrices
@@ -83,15 +84,18 @@ def prepare_gemm(
     boxes = [_operand(spec, call.a, call.k, call.m, a_groups, block_m // spec.cluster)]
     if N_MAJOR in spec.flags:
         boxes.append(_n_major(call.b, call.n, call.k, call.groups, block_k))
-    else:
+    elif spec.family != FP4_GEMM_SWAP_AB:
         boxes.append(_operand(spec, call.b, call.k, call.n, call.groups, block_n))
     shape = (call.group_data, call.m, call.n, call.groups, call.layout.value, call.alignment)
     layout = _BF16_GEMM
     head: tuple[int, ...] = ()
-    tail: tuple[int, ...] = (_reads_b_once(call, block_m, BLOCK_K_BYTES // block_k),)
+    element_bytes = BLOCK_K_BYTES // block_k
+    weight_bytes = element_bytes if spec.family != FP4_GEMM_SWAP_AB else FRAGMENT_BYTES / math.prod(FRAGMENT)
+    tail: tuple[int, ...] = (_reads_b_once(call, block_m, element_bytes, call.n * call.k * weight_bytes),)
     if spec.family != BF16_GEMM:
-        a_scales, b_scales = _given(call.a_scales), _given(call.b_scales)
-        boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
+        # FP4 weights and their scales are read together.
+        b_scales = call.b if spec.family == FP4_GEMM_SWAP_AB else _given(call.b_scales)
+        boxes.append(_scales(_given(call.a_scales), call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
         layout, head, tail = _FP8_GEMM, b_scales, (*tail, waits_for_tokens)
@@ -100,14 +104,17 @@ def prepare_gemm(
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)
 
 
-def _reads_b_once(call: GemmCall, block_m: int, element_bytes: int) -> bool:
-    """Return whether L2 need not keep B: it is most of what is read, and nothing reads a part of it again later."""
+def _reads_b_once(call: GemmCall, block_m: int, element_bytes: int, b_bytes: float) -> bool:
+    """Return whether L2 need not keep B: it is most of what is read, and nothing reads a part of it again later.
+
+    ``element_bytes`` are those of A, ``b_bytes`` those of one group.
+    """
     rows = call.m if call.layout in (Layout.DENSE, Layout.MASKED) else -(-call.m // call.groups)  # of a group
     least = _LEAST_SHARE * rows * (call.k * element_bytes + call.n * 2)
-    if rows > _CLOSE_ROW_BLOCKS * block_m or call.n * call.k * element_bytes < least:
+    if rows > _CLOSE_ROW_BLOCKS * block_m or b_bytes < least:
         return False
     hit = min(call.groups, -(-call.m // call.alignment))
-    return call.layout in (Layout.DENSE, Layout.MASKED) or hit * call.n * call.k * element_bytes > _FEW_BYTES
+    return call.layout in (Layout.DENSE, Layout.MASKED) or hit * b_bytes > _FEW_BYTES
 
 
 def _given(matrices: Matrices | None) -> Matrices:

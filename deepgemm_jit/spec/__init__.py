@@ -7,6 +7,7 @@ from deepgemm_jit.spec.kernel import (
     BF16_GEMM,
     CAST_TO_FP8,
     COMBINE,
+    FP4_GEMM_SWAP_AB,
     FP8_GEMM,
     FP8_GEMM_SWAP_AB,
     GATHER,
@@ -14,13 +15,14 @@ from deepgemm_jit.spec.kernel import (
     ROUTE,
     ROW_SCALES,
     SCALE_LAYOUT,
+    SWAPPED,
     TRANSPOSE,
     KernelSpec,
 )
 from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
 from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.reach import Gap, reachable, try_gap
-from deepgemm_jit.spec.selection import Selected, select, selected
+from deepgemm_jit.spec.selection import MOST_FP4_ROWS, Selected, select, selected
 
 __all__ = [
     "ACTIVATE",
@@ -28,16 +30,19 @@ __all__ = [
     "BF16_GEMM",
     "CAST_TO_FP8",
     "COMBINE",
+    "FP4_GEMM_SWAP_AB",
     "FP8_GEMM",
     "FP8_GEMM_SWAP_AB",
     "GATHER",
     "MAX_EXPERTS",
     "MAX_GROUPS",
+    "MOST_FP4_ROWS",
     "N_MAJOR",
     "ROUTE",
     "ROW_SCALES",
     "SCALE_LAYOUT",
     "SCATTERED_ALIGNMENT",
+    "SWAPPED",
     "TRANSPOSE",
     "Gap",
     "GemmProblem",

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from deepgemm_jit.spec.kernel import BF16_GEMM, FP8_GEMM, FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec
+from deepgemm_jit.spec.kernel import BF16_GEMM, FP4_GEMM_SWAP_AB, FP8_GEMM, FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, blocks_per_sm, kernel_set
 
 # Of the tile (block_m, block_n, cluster): ns per k-block, and ns per tile beside its k-blocks.
-# Those of row-scale tiles are estimates from the other FP8 ones; BF16 is fitted to bench/results/tiles_bf16.json.
+# Those of row-scale and FP4 tiles are estimates from the other FP8 ones; BF16 is fitted to bench/results/tiles_bf16.json.
 _BF16_COSTS = {
     (64, 64, 1): (150, 59),
     (64, 128, 1): (152, 324),
@@ -40,6 +40,7 @@ _COSTS: dict[tuple[str, tuple[str, ...]], dict[tuple[int, int, int], tuple[int, 
         (256, 128, 2): (669, 1499),
     },
     (FP8_GEMM_SWAP_AB, ()): {(16, 64, 1): (87, 596), (32, 64, 1): (105, 858)},
+    (FP4_GEMM_SWAP_AB, ()): {(16, 128, 1): (150, 600), (32, 128, 1): (200, 860)},
     (FP8_GEMM, (ROW_SCALES,)): {(64, 128, 1): (220, 480), (128, 128, 1): (420, 770)},
     (BF16_GEMM, ()): _BF16_COSTS,
     (BF16_GEMM, (N_MAJOR,)): _BF16_COSTS,

@@ -10,6 +10,7 @@ from deepgemm_jit.spec.shown import shown
 
 FP8_GEMM = "fp8_gemm_1d2d"
 FP8_GEMM_SWAP_AB = "fp8_gemm_swap_ab"
+FP4_GEMM_SWAP_AB = "fp4_gemm_swap_ab"
 BF16_GEMM = "bf16_gemm"
 CAST_TO_FP8 = "per_token_cast_to_fp8"
 SCALE_LAYOUT = "scale_layout"
@@ -24,9 +25,13 @@ ROW_SCALES = "row_scales"
 N_MAJOR = "n_major"
 """Flag of BF16 GEMMs: B lies (K, N)."""
 
+SWAPPED = (FP8_GEMM_SWAP_AB, FP4_GEMM_SWAP_AB)
+"""Families in whose products weights are the rows and tokens the columns."""
+
 _BLOCK_SIZES = {
     FP8_GEMM: 3,
     FP8_GEMM_SWAP_AB: 3,
+    FP4_GEMM_SWAP_AB: 3,
     BF16_GEMM: 3,
     CAST_TO_FP8: 1,
     SCALE_LAYOUT: 2,

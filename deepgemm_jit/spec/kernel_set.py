@@ -13,6 +13,7 @@ from deepgemm_jit.spec.kernel import (
     BF16_GEMM,
     CAST_TO_FP8,
     COMBINE,
+    FP4_GEMM_SWAP_AB,
     FP8_GEMM,
     FP8_GEMM_SWAP_AB,
     GATHER,
@@ -20,6 +21,7 @@ from deepgemm_jit.spec.kernel import (
     ROUTE,
     ROW_SCALES,
     SCALE_LAYOUT,
+    SWAPPED,
     TRANSPOSE,
     KernelSpec,
 )
@@ -71,11 +73,17 @@ GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
     ),
     (FP8_GEMM, (ROW_SCALES,)): (Tile(64, 128), Tile(128, 128)),
     (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64)),
+    (FP4_GEMM_SWAP_AB, ()): (Tile(16, 128), Tile(32, 128)),
     (BF16_GEMM, ()): _BF16_TILES,
     (BF16_GEMM, (N_MAJOR,)): _BF16_TILES,
 }
 _FP8 = ("e4m3", "e4m3", "bf16")
-GEMM_DTYPES = {FP8_GEMM: _FP8, FP8_GEMM_SWAP_AB: _FP8, BF16_GEMM: ("bf16", "bf16", "bf16")}
+GEMM_DTYPES = {
+    FP8_GEMM: _FP8,
+    FP8_GEMM_SWAP_AB: _FP8,
+    FP4_GEMM_SWAP_AB: ("e4m3", "e2m1", "bf16"),
+    BF16_GEMM: ("bf16", "bf16", "bf16"),
+}
 _ELEMENT_BYTES = {"e4m3": 1, "bf16": 2}
 
 # Dtypes in and out of the kernels that have no tiles, and the elements that one step of a block takes.
@@ -88,6 +96,11 @@ STEP_KERNELS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]] = {
     ACTIVATE: ((("bf16", "e4m3"), ("bf16", "bf16")), (512,)),
     COMBINE: ((("bf16",),), (2048,)),
 }
+
+FRAGMENT = (64, 128)
+"""Rows and columns of FP4 weights that lie together, in the order in which the threads of a warpgroup want them."""
+FRAGMENT_BYTES = FRAGMENT[0] * FRAGMENT[1] // 2 + FRAGMENT[0] * FRAGMENT[1] // 32
+"""Two weights a byte, and a byte for the power of two of a row and 32 columns."""
 
 MAX_GROUPS = 512
 """Groups a grouped GEMM may have when their tiles are counted in shared memory."""
@@ -110,7 +123,7 @@ def threads(spec: KernelSpec) -> int:
 
     With swapped operands the rows are those of B, and the producers are two warps: one for B, one for A and the scales.
     """
-    if spec.family == FP8_GEMM_SWAP_AB:
+    if spec.family in SWAPPED:
         return 128 * _consumers(spec.block[1]) + 64
     if is_gemm(spec):
         return 128 * (1 + _consumers(spec.block[0]))
@@ -119,7 +132,7 @@ def threads(spec: KernelSpec) -> int:
 
 def blocks_per_sm(spec: KernelSpec) -> int:
     """Return the blocks of a persistent kernel that share an SM: two where weights stream, so that one fills the other's gaps."""
-    return 2 if spec.family == FP8_GEMM_SWAP_AB else 1
+    return 2 if spec.family in SWAPPED else 1
 
 
 def dynamic_shared_memory_bytes(spec: KernelSpec) -> int:
@@ -141,6 +154,10 @@ def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int,
         stage += max(block_m * 4, 128) + 3 * 8
         exchange = _consumers(block_n) * (64 * 4 * block_m + 4 * 8 * 48) + 2 * 8
         return 1024 + stages * stage + exchange + _GROUP_TABLE_BYTES
+    if family == FP4_GEMM_SWAP_AB:
+        # The same without an exchange; B lies in fragments.
+        stage = block_m * BLOCK_K_BYTES + block_n // FRAGMENT[0] * FRAGMENT_BYTES + max(block_m * 4, 128) + 2 * 8
+        return 1024 + stages * stage + _consumers(block_n) * 4 * 8 * 48 + _GROUP_TABLE_BYTES
     if family == FP8_GEMM:
         stage += block_m * 4 + (block_n * 4 if ROW_SCALES in flags else 0)
     strips = 4 * _consumers(block_m) * 16 * 2 * (min(block_n, 64) + 8)

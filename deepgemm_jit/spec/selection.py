@@ -10,8 +10,10 @@ from typing import NamedTuple
 from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec.arch import arch_named
 from deepgemm_jit.spec.cost import Load, Option, Work, options
-from deepgemm_jit.spec.kernel import FP8_GEMM_SWAP_AB, KernelSpec
+from deepgemm_jit.spec.kernel import SWAPPED, KernelSpec
 from deepgemm_jit.spec.kernel_set import (
+    FRAGMENT,
+    FRAGMENT_BYTES,
     GEMM_DTYPES,
     GEMM_TILES,
     MAX_GROUPS,
@@ -82,6 +84,9 @@ def choices(problem: GemmProblem, limits: Limits) -> Iterator[Selected]:
 _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
+MOST_FP4_ROWS = 32
+"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. An estimate."""
+
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
 
@@ -121,6 +126,8 @@ def weighed(problem: GemmProblem, arch: str) -> Weighed:
     scattered = problem.layout is Layout.PREFIX_SUMS and problem.alignment % 64 != 0
     masked = problem.layout is Layout.MASKED
     work = Work.of(problem.n, k_bytes, problem.groups, masked=masked, scattered=scattered)
+    if problem.dtypes[1] == "e2m1":
+        work = work._replace(b_bytes=work.b_bytes * FRAGMENT_BYTES // math.prod(FRAGMENT))
     alignment = 0 if masked or problem.layout is Layout.DENSE else _ANY if scattered else problem.alignment
     found = _options(arch, problem.dtypes, problem.variant, alignment)
     return Weighed(work, tuple(each for each in found if each[0].is_worth(work.k_blocks)))
@@ -132,9 +139,10 @@ def _options(
 ) -> tuple[tuple[Option, int, int], ...]:
     """Return the options of one kind of problem; ``alignment`` is 0 where groups do not follow each other in one matrix."""
     found = []
-    for option in options(arch, _families(dtypes, variant), variant):
-        swapped = option.spec.family == FP8_GEMM_SWAP_AB
-        if alignment == _ANY:
+    families = _families(dtypes, variant)
+    for option in options(arch, families, variant):
+        swapped = option.spec.family in SWAPPED
+        if alignment == _ANY or (len(families) == 1 and swapped and alignment % option.block_m == 0):
             found.append((option, 1, MOST_ROWS))
         elif alignment:
             # A tile must not reach into the next group, whose rows it would take for its own. Where groups start at multiples of
@@ -238,7 +246,9 @@ def _refuse(problem: GemmProblem) -> None:
             supported="; ".join(",".join(flags) or "none" for known, flags in GEMM_TILES if known == family),
         )
     _refuse_sizes(
-        problem, _K_STEPS[problem.dtypes[0]], 16 if FP8_GEMM_SWAP_AB in _families(problem.dtypes, problem.variant) else 64
+        problem,
+        _K_STEPS[problem.dtypes[0]],
+        64 if set(SWAPPED).isdisjoint(_families(problem.dtypes, problem.variant)) else 16,
     )
 
 

@@ -18,10 +18,12 @@ from deepgemm_jit.spec import (
     CAST_TO_FP8,
     COMBINE,
     GATHER,
+    MOST_FP4_ROWS,
     N_MAJOR,
     ROUTE,
     ROW_SCALES,
     SCALE_LAYOUT,
+    SCATTERED_ALIGNMENT,
     TRANSPOSE,
     Gap,
     GemmProblem,
@@ -52,7 +54,7 @@ GROUPED_LAYOUTS = (
     (Layout.MASKED, 128),
 )
 _MOST_SUGGESTED = 16
-_FP8, _BF16 = ("e4m3", "e4m3", "bf16"), ("bf16", "bf16", "bf16")
+_FP8, _FP4, _BF16 = ("e4m3", "e4m3", "bf16"), ("e4m3", "e2m1", "bf16"), ("bf16", "bf16", "bf16")
 _FORWARD_STEPS = (ROUTE, GATHER, ACTIVATE, COMBINE)
 _OPERAND_STEPS = (CAST_TO_FP8, SCALE_LAYOUT, TRANSPOSE)
 _FRAMEWORK = "the framework's own linear"
@@ -224,6 +226,9 @@ def _expert_gemms(
                     advice=refusal.advice,
                 ) from None
             yield (f"{what}, {' '.join(variant).replace('_', ' ')}" if variant else what), problem, layer.modules
+        if layer.scheme is Scheme.FP4:
+            few = GemmProblem(MOST_FP4_ROWS * groups, n, k, groups, Layout.PREFIX_SUMS, SCATTERED_ALIGNMENT, _FP4)
+            yield f"{what}, few tokens", few, layer.modules
 
 
 def _gate_up_variants(layer: ExpertsLayer, width: int) -> tuple[tuple[str, ...], ...]:

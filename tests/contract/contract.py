@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from contract.sass import MOVED_DESCRIPTORS
+from contract.sass import FROM_REGISTERS, MOVED_DESCRIPTORS
 
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
@@ -14,6 +14,7 @@ from deepgemm_jit.spec import (
     BF16_GEMM,
     CAST_TO_FP8,
     COMBINE,
+    FP4_GEMM_SWAP_AB,
     FP8_GEMM,
     FP8_GEMM_SWAP_AB,
     GATHER,
@@ -72,6 +73,26 @@ def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
     }
 
 
+def _fp4_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
+    # kernels_src/include/dj/kernels/fp4_gemm_swap_ab.cuh: one place issues a k-block, whose weights are unpacked in registers.
+    block_m, block_n, block_k = spec.block
+    chunks, products = block_m // 8, block_k // 32
+    return {
+        f"QGMMA.64x{block_m}x32.F32.E4M3.E4M3": products,
+        "UTMALDG.3D": 2,  # A and its scales
+        "UTMACCTL.PF": 2,
+        "UBLKCP": 2 * block_n // 64,  # fragments of each warpgroup as what is read once, or as usual
+        "LDGSTS": 0,
+        "STSM.16.MT88.2": chunks,
+        "STG.E.128": chunks,
+        "STG": chunks,
+        **_roles(0),
+        **_UNIFORM,
+        FROM_REGISTERS: products,
+        "ACQBULK": 2,  # all wait, or one warp while weights arrive
+    }
+
+
 def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
     # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them.
     block_m, block_n, block_k = spec.block
@@ -92,7 +113,7 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
 
 # Descriptors are made in uniform registers: moving them there costs each product more than it takes.
 # And each GEMM waits once for the kernels before it.
-_UNIFORM = {MOVED_DESCRIPTORS: 0, "ACQBULK": 1}
+_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1}
 
 
 def _roles(consumers: int) -> dict[str, int]:
@@ -149,6 +170,7 @@ def _combine(spec: KernelSpec) -> dict[str, int]:
 EXPECTED: dict[str, Callable[[KernelSpec], dict[str, int]]] = {
     FP8_GEMM: _fp8_gemm,
     FP8_GEMM_SWAP_AB: _fp8_gemm_swap_ab,
+    FP4_GEMM_SWAP_AB: _fp4_gemm_swap_ab,
     BF16_GEMM: _bf16_gemm,
     TRANSPOSE: _transpose,
     ROUTE: _route,

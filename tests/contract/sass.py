@@ -14,6 +14,11 @@ PACKAGE = "nvidia-cuda-nvdisasm"
 MOVED_DESCRIPTORS = "R2UR among products"
 """Moves to uniform registers between the first and the last product of a listing."""
 
+FROM_REGISTERS = "products with A in registers"
+
+# "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A lies in shared memory, it has none.
+_FROM_REGISTERS = re.compile(r"GMMA[\w.]*\s+R\d+, R\d+, gdesc")
+
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
 
@@ -28,7 +33,7 @@ def try_nvdisasm() -> Path | None:
 
 
 def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
-    """Return how often each instruction, with its modifiers, stands in a cubin; and ``MOVED_DESCRIPTORS``, if it has products."""
+    """Return how often each instruction, with its modifiers, stands in a cubin; and those of its products, if it has any."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
@@ -39,5 +44,6 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
     found = Counter(listed)
     products = [place for place, name in enumerate(listed) if name.partition(".")[0].endswith("GMMA")]
     if products:
+        found[FROM_REGISTERS] = len(_FROM_REGISTERS.findall(listing))
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
     return found

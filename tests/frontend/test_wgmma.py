@@ -9,7 +9,7 @@ import pytest
 from deepgemm_jit.errors import ToolchainError
 from deepgemm_jit.frontend import header_path, render
 from deepgemm_jit.frontend.wgmma import HEADER, PACKAGE, wrapper_for
-from deepgemm_jit.spec import ARCHES, FP8_GEMM_SWAP_AB, KernelSpec, kernel_set
+from deepgemm_jit.spec import ARCHES, FP4_GEMM_SWAP_AB, SWAPPED, KernelSpec, kernel_set
 
 pytestmark = pytest.mark.none
 
@@ -28,8 +28,9 @@ def test_a_gemm_gets_one_struct_as_it_stands_in_the_header_and_nothing_else_of_c
     assert text.count("{") == text.count("}")
     assert "#include" not in text and "#define" not in text
     (name,) = re.findall(r"^struct (\w+)$", text, re.MULTILINE)
-    dtype, columns = spec.dtypes[0], spec.block[0 if spec.family == FP8_GEMM_SWAP_AB else 1]
-    assert re.fullmatch(rf"MMA_64x{columns}x\d+_F32({dtype.upper()}){{2}}_SS\w*", name)
+    dtype, columns = spec.dtypes[0], spec.block[0 if spec.family in SWAPPED else 1]
+    read = "RS" if spec.family == FP4_GEMM_SWAP_AB else "SS"
+    assert re.fullmatch(rf"MMA_64x{columns}x\d+_F32({dtype.upper()}){{2}}_{read}\w*", name)
     assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{columns}k\d+\.f32\.{dtype}\.{dtype}", text)
 
 

@@ -50,6 +50,7 @@ def test_every_gemm_of_the_set_is_run_and_the_others_are_told_as_not_run(
     monkeypatch.setattr(
         sanitize, "m_major", lambda *shape: pretend(torch.empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2))
     )
+    monkeypatch.setattr(sanitize, "fragments", lambda *shape: pretend(torch.empty(shape, dtype=torch.uint8)))
     monkeypatch.setattr(sanitize, "int32", lambda numbers: pretend(torch.tensor(numbers, dtype=torch.int32)))
     gemms = [spec for spec in kernel_set("sm_90a") if is_gemm(spec)]
     sanitize.run_gemms(gemms)

@@ -13,7 +13,10 @@ import torch
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import OperandError, UnsupportedError
-from deepgemm_jit.ops import Experts, Projection
+from deepgemm_jit.ops import Experts, Projection, fp4
+from deepgemm_jit.ops.pipeline import half_for
+from deepgemm_jit.ops.weights import Decode
+from deepgemm_jit.spec import FP4_GEMM_SWAP_AB, FP8_GEMM, FP8_GEMM_SWAP_AB, limits_of, select
 
 pytestmark = pytest.mark.none
 
@@ -48,13 +51,13 @@ def folded(projection: Projection) -> torch.Tensor:
     return projection.weight.double() * wide
 
 
-def prepare(codes: torch.Tensor, scale: torch.Tensor) -> Experts:
+def prepare(codes: torch.Tensor, scale: torch.Tensor, decode: Decode = "auto") -> Experts:
     """Prepare (E, 2I, H) FP4 codes as gate and up, beside a down projection of FP8 ones."""
     count, rows, hidden = codes.shape
     inner = rows // 2
     down = torch.ones((count, hidden, inner)).to(torch.float8_e4m3fn)
     down_scale = torch.ones((count, -(-hidden // 128), -(-inner // 128)))
-    return ops.prepare_experts(pack(codes), down, scale, down_scale)
+    return ops.prepare_experts(pack(codes), down, scale, down_scale, decode=decode)
 
 
 def random_codes(*shape: int) -> torch.Tensor:
@@ -109,7 +112,9 @@ def test_random_experts_with_ragged_ends_equal_their_dequantized_bits(span: int,
     assert (projection.weight.shape, projection.weight.dtype) == ((count, n, k), torch.float8_e4m3fn)
     assert (projection.scale.shape, projection.scale.dtype, projection.scale_kind) == ((count, 3, 2), torch.float32, "block")
     assert torch.equal(folded(projection), dequantized(codes, scale_codes))
-    assert projection.added_bytes == experts.added_bytes == count * n * k + count * 3 * 2 * 4
+    assert projection.added_bytes == experts.added_bytes
+    kept = 0 if projection.fragments is None else projection.fragments.nbytes
+    assert projection.added_bytes == count * n * k + count * 3 * 2 * 4 + kept
 
 
 def test_the_even_column_is_the_lower_half_of_a_byte() -> None:
@@ -228,3 +233,66 @@ def test_transposed_fp4_is_refused() -> None:
     packed = torch.zeros((1, 32, 16), dtype=torch.int8)
     with pytest.raises(UnsupportedError, match="transposed"):
         ops.prepare_experts(packed, packed, torch.ones((1, 32, 1)), torch.ones((1, 32, 1)), transposed=True)
+
+
+# --- what a forward of few tokens reads
+
+
+@pytest.mark.parametrize("decode", ["auto", "fp4"])
+def test_fragments_are_kept_beside_the_folded_copy(decode: Decode) -> None:
+    codes, scale = random_codes(2, 288, 208), as_form(spanning(2, 288, 208, 100, 3), "uint8")
+    experts = prepare(codes, scale, decode)
+    folded_only = prepare(codes, scale, "fp8")
+    fragments = experts.gate_up.fragments
+    assert fragments is not None and torch.equal(fragments, fp4.pack_fragments(pack(codes), scale))
+    assert (experts.decodes_fp4, folded_only.decodes_fp4) == (True, False)
+    assert folded_only.gate_up.fragments is experts.down.fragments is None
+    assert experts.added_bytes == folded_only.added_bytes + 2 * 6 * 2 * 4352
+    assert torch.equal(experts.gate_up.weight.view(torch.uint8), folded_only.gate_up.weight.view(torch.uint8))
+
+
+def test_scales_beyond_what_fragments_hold_are_read_from_the_folded_copy() -> None:
+    codes, scale = random_codes(2, 128, 64) | 1, torch.full((2, 128, 2), 240, dtype=torch.uint8)
+    scale[1, 7, 1] = 242
+    assert not prepare(codes, scale).decodes_fp4
+    with pytest.raises(UnsupportedError, match=r"decode = 'fp4'.*above 2\^114 in gate_up at \(1, 7, 1\)"):
+        prepare(codes, scale, "fp4")
+    scale[1, 7, 1] = 241
+    assert prepare(codes, scale, "fp4").decodes_fp4
+
+
+def test_fp8_weights_have_no_fragments() -> None:
+    weights = torch.ones((1, 32, 16)).to(torch.float8_e4m3fn), torch.ones((1, 16, 16)).to(torch.float8_e4m3fn)
+    scales = torch.ones((1, 1, 1)), torch.ones((1, 1, 1))
+    assert not ops.prepare_experts(*weights, *scales).decodes_fp4
+    with pytest.raises(OperandError, match=r"decode = 'fp4' needs FP4 weights .*gate_up is torch.float8_e4m3fn and down is"):
+        ops.prepare_experts(*weights, *scales, decode="fp4")
+
+
+def test_every_wrong_word_is_listed_at_once() -> None:
+    packed = torch.zeros((1, 32, 8), dtype=torch.int8)
+    with pytest.raises(OperandError) as caught:
+        ops.prepare_experts(
+            packed, packed[:, :16], torch.ones((1, 32, 1)), torch.ones((1, 16, 1)),
+            gate_up_blocks="beside", decode="fp5",  # type: ignore[arg-type]
+        )  # fmt: skip
+    assert caught.value.faults == (
+        "gate_up_blocks = 'beside' must be 'together' or 'apart'",
+        "decode = 'fp5' must be 'auto' or 'fp4' or 'fp8'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "families"),
+    [(1, {FP4_GEMM_SWAP_AB}), (8, {FP4_GEMM_SWAP_AB}), (128, {FP4_GEMM_SWAP_AB}), (4096, {FP8_GEMM, FP8_GEMM_SWAP_AB})],
+)
+def test_fragments_are_read_while_the_rows_of_an_expert_are_few(pairs: int, families: set[str]) -> None:
+    experts = prepare(random_codes(32, 256, 128), torch.ones((32, 256, 4)))
+    up = experts.gate_up
+    kept = half_for(up.weight, up.scale, None, pairs, False, False, True, up.fragments)
+    folded_only = half_for(up.weight, up.scale, None, pairs, False, False, True)
+    assert select(kept.problem, limits_of("sm_90a")).family in families
+    assert select(folded_only.problem, limits_of("sm_90a")).family in {FP8_GEMM, FP8_GEMM_SWAP_AB}
+    if kept.scale is None:
+        assert up.fragments is not None
+        assert kept.weight == (up.fragments.data_ptr(), 4 * 4352, 4352)

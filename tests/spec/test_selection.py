@@ -13,6 +13,7 @@ from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.spec import (
     BF16_GEMM,
     CAST_TO_FP8,
+    FP4_GEMM_SWAP_AB,
     FP8_GEMM,
     FP8_GEMM_SWAP_AB,
     MAX_GROUPS,
@@ -36,8 +37,12 @@ pytestmark = pytest.mark.none
 ARCH = "sm_90a"
 SM_COUNTS = (16, 78, 132, 148)
 GROUPED = (Layout.CONTIGUOUS, Layout.PREFIX_SUMS, Layout.MASKED)
-DTYPES = {FP8_GEMM: ("e4m3", "e4m3", "bf16"), BF16_GEMM: ("bf16", "bf16", "bf16")}
-VARIANTS = ((FP8_GEMM, ()), (FP8_GEMM, (ROW_SCALES,)), (BF16_GEMM, ()), (BF16_GEMM, (N_MAJOR,)))
+DTYPES = {
+    FP8_GEMM: ("e4m3", "e4m3", "bf16"),
+    FP4_GEMM_SWAP_AB: ("e4m3", "e2m1", "bf16"),
+    BF16_GEMM: ("bf16", "bf16", "bf16"),
+}
+VARIANTS = ((FP8_GEMM, ()), (FP8_GEMM, (ROW_SCALES,)), (FP4_GEMM_SWAP_AB, ()), (BF16_GEMM, ()), (BF16_GEMM, (N_MAJOR,)))
 PROBLEMS_PER_CASE = 100_000 // (len(Layout) * len(SM_COUNTS))
 
 
@@ -226,6 +231,13 @@ def test_dtypes_without_a_kernel_are_refused_with_those_that_have_one(dtypes: tu
     assert "e4m3 x e4m3 -> bf16" in refusal.value.supported
 
 
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("m", [1, 16, 64, 65, 100_000])
+def test_fp4_weights_are_served_by_swapped_operands_whatever_the_rows(layout: Layout, m: int) -> None:
+    problem = GemmProblem(m=m, n=4096, k=7168, layout=layout, dtypes=DTYPES[FP4_GEMM_SWAP_AB])
+    assert select(problem, _limits()).family == FP4_GEMM_SWAP_AB
+
+
 def test_the_small_kernels_are_chosen_by_what_they_read() -> None:
     bf16, f32 = (select(StepProblem(CAST_TO_FP8, (dtype, "e4m3")), _limits()) for dtype in ("bf16", "f32"))
     assert (bf16.family, bf16.dtypes[0], f32.family, f32.dtypes[0]) == (CAST_TO_FP8, "bf16", CAST_TO_FP8, "f32")
@@ -236,9 +248,12 @@ def test_the_small_kernels_are_chosen_by_what_they_read() -> None:
         select(StepProblem("no_such_step", ("f32",)), _limits())
 
 
-@pytest.mark.parametrize(("family", "variant"), [(FP8_GEMM, (N_MAJOR,)), (BF16_GEMM, (ROW_SCALES,)), (FP8_GEMM, ("fast",))])
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [(FP8_GEMM, (N_MAJOR,)), (BF16_GEMM, (ROW_SCALES,)), (FP8_GEMM, ("fast",)), (FP4_GEMM_SWAP_AB, (ROW_SCALES,))],
+)
 def test_a_variant_without_a_kernel_is_refused_with_those_that_have_one(family: str, variant: tuple[str, ...]) -> None:
-    with pytest.raises(UnsupportedError, match="none; "):
+    with pytest.raises(UnsupportedError, match="none"):
         select(GemmProblem(m=128, n=128, k=128, dtypes=DTYPES[family], variant=variant), _limits())
 
 

@@ -10,6 +10,8 @@
 namespace cutlass::arch {
 template <class... Values>
 __device__ inline void synclog_emit_wgmma_smem_smem(Values...) {}
+template <class... Values>
+__device__ inline void synclog_emit_wgmma_reg_smem(Values...) {}
 }  // namespace cutlass::arch
 namespace dj::GMMA {
 enum class Major { K = 0, MN = 1 };
@@ -33,6 +35,13 @@ template <int kCount>
 __device__ inline void hold(float (&values)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+// The same of an operand in registers, which products read until they complete.
+template <int kCount>
+__device__ inline void hold(uint32_t (&words)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(words[i])::"memory");
 }
 
 // Descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: address and offsets in units of 16 bytes, 8 rows lie 1024 bytes

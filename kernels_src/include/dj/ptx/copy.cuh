@@ -42,6 +42,22 @@ __device__ inline void load_box(const TensorMap& map, uint32_t barrier, uint32_t
         : "memory");
 }
 
+// cp.async.bulk: consecutive bytes; addresses and size are multiples of 16.
+__device__ inline void load_bytes(uint32_t barrier, uint32_t destination, const void* source, uint32_t bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// The same under a cache policy.
+__device__ inline void load_bytes(uint32_t barrier, uint32_t destination, const void* source, uint32_t bytes, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // cp.async of one float.
 __device__ inline void load_float(uint32_t destination, const float* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");

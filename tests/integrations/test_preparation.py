@@ -53,8 +53,9 @@ def module(registered: None) -> nn.Module:
 def test_weights_are_prepared_once_and_their_bytes_are_told(module: nn.Module, calls: list[Experts]) -> None:
     added_bytes = integration.prepare(module)
     kept = prepared_once(module, calls)
-    made = (kept.gate_up.weight, kept.gate_up.scale, kept.down.weight, kept.down.scale)
-    assert added_bytes == sum(tensor.nbytes for tensor in made) > 0
+    made = [part for each in (kept.gate_up, kept.down) for part in (each.weight, each.scale, each.fragments)]
+    assert kept.decodes_fp4
+    assert added_bytes == sum(tensor.nbytes for tensor in made if tensor is not None) > 0
     assert integration.prepare(module) == added_bytes
     assert prepared_once(module, calls).down.weight is kept.down.weight
 

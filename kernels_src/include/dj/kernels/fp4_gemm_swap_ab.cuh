@@ -31,7 +31,7 @@ constexpr uint32_t kFragmentHalf = kWarpgroup * 16;                             
 constexpr uint32_t kFragmentBytes = 2 * kFragmentHalf + kFragmentRows * kGroups;  // and the powers of two
 
 // A nibble becomes E4M3 with its sign in bit 7 and the other bits in bits 4 to 2, which is its value times 2^-6; and powers of two
-// are stored with a bias of 126, so that 2^-127 is no subnormal and 0 stands for zero. What both leave to do:
+// are stored with a bias of 128, so that 2^-127 is no subnormal and 0 stands for zero. What both leave to do:
 constexpr float kRest = 32.0f;
 
 // Eight weights in a word to two registers of four. Bytes of the first lie in bits 7 and 4 to 2 of those of the word, bytes of the
@@ -71,7 +71,8 @@ struct Fp4GemmSwapAb {
     static constexpr uint32_t kOffsetGroups = kOffsetEmpty + kStages * 8;
     static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
     static_assert(kBlockM % 16 == 0 && kBlockN % kFragmentRows == 0, "whole fragments and chunks");
-    static constexpr uint32_t kSteps = kGroups / kAtOnce;
+
+    static constexpr uint32_t kSteps = kGroups / kAtOnce;  // of a k-block
     static_assert(kSteps % 2 == 0, "two steps take turns");
 
     using Ring = StageRing<kStages>;

@@ -24,10 +24,11 @@ from transformers.integrations import finegrained_fp8 as fp8
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.integrations import experts
+from deepgemm_jit.integrations import experts, prepared
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.experts import prepared_experts
 from deepgemm_jit.integrations.prepared import Prepared, forget
+from deepgemm_jit.ops import fp4
 from deepgemm_jit.ops.weights import Experts
 
 pytestmark = [pytest.mark.none, pytest.mark.filterwarnings("ignore")]  # of transformers' own
@@ -68,6 +69,22 @@ def _load(module: nn.Module) -> None:
 def _load_in_place(module: nn.Module) -> None:
     with torch.no_grad():
         module.down_proj.copy_(peers.fp8_experts(fp4=True).down_proj)
+
+
+def test_fragments_that_a_graph_may_read_are_made_anew_whatever_memory_is_free(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration.prepare(module)
+    before = prepared.try_kept(module).down.fragments
+    monkeypatch.setattr("deepgemm_jit.ops.weights._keeps_fragments", lambda decode, *_: decode == "fp4")
+    _load_in_place(module)
+    integration.prepare(module)
+    kept = prepared.try_kept(module).down.fragments
+    assert kept is before
+    assert torch.equal(kept, fp4.pack_fragments(module.down_proj, module.down_proj_scale_inv))
+    prepared.forget(module)
+    integration.prepare(module)
+    assert prepared.try_kept(module).down.fragments is None
 
 
 def _replace(module: nn.Module) -> None:

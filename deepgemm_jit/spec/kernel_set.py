@@ -73,7 +73,7 @@ GEMM_TILES: dict[tuple[str, tuple[str, ...]], tuple[Tile, ...]] = {
     ),
     (FP8_GEMM, (ROW_SCALES,)): (Tile(64, 128), Tile(128, 128)),
     (FP8_GEMM_SWAP_AB, ()): (Tile(16, 64), Tile(32, 64)),
-    (FP4_GEMM_SWAP_AB, ()): (Tile(16, 128), Tile(32, 128)),
+    (FP4_GEMM_SWAP_AB, ()): (Tile(16, 128),),
     (BF16_GEMM, ()): _BF16_TILES,
     (BF16_GEMM, (N_MAJOR,)): _BF16_TILES,
 }

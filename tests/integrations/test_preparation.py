@@ -24,10 +24,11 @@ from transformers.integrations import finegrained_fp8 as fp8
 
 from deepgemm_jit import ops
 from deepgemm_jit.errors import UnsupportedError
-from deepgemm_jit.integrations import experts
+from deepgemm_jit.integrations import experts, prepared
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.experts import prepared_experts
 from deepgemm_jit.integrations.prepared import Prepared, forget
+from deepgemm_jit.ops import fp4
 from deepgemm_jit.ops.weights import Experts
 
 pytestmark = [pytest.mark.none, pytest.mark.filterwarnings("ignore")]  # of transformers' own
@@ -53,8 +54,9 @@ def module(registered: None) -> nn.Module:
 def test_weights_are_prepared_once_and_their_bytes_are_told(module: nn.Module, calls: list[Experts]) -> None:
     added_bytes = integration.prepare(module)
     kept = prepared_once(module, calls)
-    made = (kept.gate_up.weight, kept.gate_up.scale, kept.down.weight, kept.down.scale)
-    assert added_bytes == sum(tensor.nbytes for tensor in made) > 0
+    made = [part for each in (kept.gate_up, kept.down) for part in (each.weight, each.scale, each.fragments)]
+    assert kept.decodes_fp4
+    assert added_bytes == sum(tensor.nbytes for tensor in made if tensor is not None) > 0
     assert integration.prepare(module) == added_bytes
     assert prepared_once(module, calls).down.weight is kept.down.weight
 
@@ -67,6 +69,22 @@ def _load(module: nn.Module) -> None:
 def _load_in_place(module: nn.Module) -> None:
     with torch.no_grad():
         module.down_proj.copy_(peers.fp8_experts(fp4=True).down_proj)
+
+
+def test_fragments_that_a_graph_may_read_are_made_anew_whatever_memory_is_free(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration.prepare(module)
+    before = prepared.try_kept(module).down.fragments
+    monkeypatch.setattr("deepgemm_jit.ops.weights._keeps_fragments", lambda decode, *_: decode == "fp4")
+    _load_in_place(module)
+    integration.prepare(module)
+    kept = prepared.try_kept(module).down.fragments
+    assert kept is before
+    assert torch.equal(kept, fp4.pack_fragments(module.down_proj, module.down_proj_scale_inv))
+    prepared.forget(module)
+    integration.prepare(module)
+    assert prepared.try_kept(module).down.fragments is None
 
 
 def _replace(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,18 @@ from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.ops import pipeline
 from deepgemm_jit.service import KernelService, default_service
 from deepgemm_jit.settings import read_settings
-from deepgemm_jit.spec import ACTIVATE, CAST_TO_FP8, COMBINE, GATHER, ROUTE, GemmProblem, KernelSpec, limits_of, selected
+from deepgemm_jit.spec import (
+    ACTIVATE,
+    CAST_TO_FP8,
+    COMBINE,
+    FP4_GEMM_SWAP_AB,
+    GATHER,
+    ROUTE,
+    GemmProblem,
+    KernelSpec,
+    limits_of,
+    selected,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 
@@ -67,11 +79,13 @@ def test_what_the_experts_forward_selects_is_in_what_its_module_needs(scheme: st
     given = experts.prepared_experts(module)
     kinds = [given.gate_up.scale_kind, given.down.scale_kind]
     for projection in (given.gate_up, given.down):
-        for tokens in range(1, MAX_TOKENS + 1):
-            by_rows, narrow = projection.scale_kind == "row", "row" not in kinds
-            problem = pipeline.half_for(projection.weight, projection.scale, None, tokens * TOP_K, by_rows, False, narrow).problem
+        by_rows, narrow = projection.scale_kind == "row", "row" not in kinds
+        weight, scale = projection.weight, projection.scale
+        for tokens, fragments in product(range(1, MAX_TOKENS + 1), {projection.fragments, None}):
+            problem = pipeline.half_for(weight, scale, None, tokens * TOP_K, by_rows, False, narrow, fragments).problem
             for sms in SMS:
                 assert selected(problem, limits_of("sm_90a", sms)).spec in needed, (tokens, sms)
+    assert (FP4_GEMM_SWAP_AB in families(needed)) == (scheme == "fp4") == given.decodes_fp4
 
 
 @pytest.mark.none

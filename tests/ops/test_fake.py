@@ -74,7 +74,9 @@ def fake_calls(m: int) -> dict[str, tuple[object, ...]]:
     index, counts = torch.empty(m, dtype=torch.int32), torch.empty(groups, dtype=torch.int32)
     routing = torch.empty((m, top_k), dtype=torch.int64), torch.empty((m, top_k))
     up, down = torch.empty((groups, 2 * k, k), dtype=BF16), torch.empty((groups, k, k), dtype=BF16)
-    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(bf16, *routing, down, up, None, None, False, False, False, gate)
+    projected, rows, ends = torch.ops.deepgemm_jit.experts_up(
+        bf16, *routing, down, up, None, None, False, False, False, None, gate
+    )
     return {
         "fp8_gemm": (*fp8, stack[0][0], stack[1][0], out, False),
         "bf16_gemm": (bf16, wide_stack[0], out, False),
@@ -84,8 +86,8 @@ def fake_calls(m: int) -> dict[str, tuple[object, ...]]:
         "m_grouped_bf16_gemm_masked": (torch.empty((groups, m, k), dtype=BF16), wide_stack, masked_out, counts, 8),
         "per_token_cast_to_fp8": (bf16, False),
         "get_mn_major_tma_aligned_tensor": (fp8[1],),
-        "experts_up": (bf16, *routing, down, up, None, None, False, False, False, gate),
-        "experts_down": (projected, *routing, rows, ends, down, None, None, False, False, False, gate, False, 7.0, 1.0),
+        "experts_up": (bf16, *routing, down, up, None, None, False, False, False, None, gate),
+        "experts_down": (projected, *routing, rows, ends, down, None, None, False, False, False, None, gate, False, 7.0, 1.0),
     }
 
 

@@ -29,7 +29,7 @@ from deepgemm_jit import ops
 pytestmark = pytest.mark.gpu
 
 COUNT, K, HIDDEN, INTERMEDIATE = 16, 4, 512, 384
-KINDS = ("blocks", "rows", "static_per_expert", "callback", "bf16", "bf16_callback")
+KINDS = ("blocks", "rows", "fp4_span_3", "static_per_expert", "callback", "bf16", "bf16_callback")
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -219,12 +219,12 @@ def operands(kind: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
     hidden, index, weights = drawn(20)
     if kind == "bf16":
         reference = random_bf16_experts(COUNT, HIDDEN, INTERMEDIATE)
-        up = (reference.gate_up.weight, None, None, False, False, False)
-        down = (reference.down.weight, None, None, False, False, False)
+        up = (reference.gate_up.weight, None, None, False, False, False, None)
+        down = (reference.down.weight, None, None, False, False, False, None)
     else:
         experts = ops.prepare_experts(**random_experts(COUNT, HIDDEN, INTERMEDIATE, **SCHEMES[kind]).arguments)
         up, down = (
-            (each.weight, each.scale, each.activation_scale, each.scale_kind == "row", False, kind != "rows")
+            (each.weight, each.scale, each.activation_scale, each.scale_kind == "row", False, kind != "rows", each.fragments)
             for each in (experts.gate_up, experts.down)
         )
     gate_silu = 2
@@ -234,7 +234,7 @@ def operands(kind: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own checks
-@pytest.mark.parametrize("kind", ["blocks", "rows", "static_per_expert", "bf16"])
+@pytest.mark.parametrize("kind", ["blocks", "rows", "fp4_span_3", "static_per_expert", "bf16"])
 def test_the_operators_are_what_torch_expects(kind: str) -> None:
     up, down = operands(kind)
     # The first leaves rows of no token unwritten, so that two runs of it cannot be compared; a compiled forward is, above.

@@ -31,7 +31,7 @@ constexpr uint32_t kFragmentHalf = kWarpgroup * 16;                             
 constexpr uint32_t kFragmentBytes = 2 * kFragmentHalf + kFragmentRows * kGroups;  // and the powers of two
 
 // A nibble becomes E4M3 with its sign in bit 7 and the other bits in bits 4 to 2, which is its value times 2^-6; and powers of two
-// are stored with a bias of 126, so that 2^-127 is no subnormal and 0 stands for zero. What both leave to do:
+// are stored with a bias of 128, so that 2^-127 is no subnormal and 0 stands for zero. What both leave to do:
 constexpr float kRest = 32.0f;
 
 // Eight weights in a word to two registers of four. Bytes of the first lie in bits 7 and 4 to 2 of those of the word, bytes of the
@@ -47,8 +47,7 @@ __device__ inline float power_of_two(uint32_t group, uint32_t word) {
     return __uint_as_float(moved & 0x7f800000);
 }
 
-// kAtOnce: products of 32 columns that begin together, 1 or 2.
-template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, uint32_t kAtOnce, class Product>
+template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, class Product>
 struct Fp4GemmSwapAb {
     static constexpr uint32_t kBlockK = kScaleBlock;
     static constexpr uint32_t kConsumers = kBlockN / kFragmentRows;  // warpgroups
@@ -71,8 +70,9 @@ struct Fp4GemmSwapAb {
     static constexpr uint32_t kOffsetGroups = kOffsetEmpty + kStages * 8;
     static constexpr uint32_t kSharedBytes = kSwizzleRepeat + kOffsetGroups + sizeof(GroupTable);
     static_assert(kBlockM % 16 == 0 && kBlockN % kFragmentRows == 0, "whole fragments and chunks");
-    static constexpr uint32_t kSteps = kGroups / kAtOnce;
-    static_assert(kSteps % 2 == 0, "two steps take turns");
+
+    static constexpr uint32_t kAtOnce = 2;                 // products of 32 columns that begin together
+    static constexpr uint32_t kSteps = kGroups / kAtOnce;  // of a k-block
 
     using Ring = StageRing<kStages>;
 
@@ -195,16 +195,18 @@ struct Fp4GemmSwapAb {
     struct Registers {
         Values sums[2][kAtOnce];
         Weights weights[2][kAtOnce];
+        uint4 words;  // of two groups
     };
 
     // Begins the products of one step.
-    __device__ static void begin(uint32_t step, Registers& registers, const uint4 (&words)[2], uint64_t tokens) {
+    __device__ static void begin(uint32_t step, Registers& registers, const uint4* halves, uint64_t tokens) {
         Values(&sums)[kAtOnce] = registers.sums[step % 2];
         Weights(&weights)[kAtOnce] = registers.weights[step % 2];
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t group = step * kAtOnce + i;
-            const uint4& pair = words[group / 2];
+            if (group % 2 == 0) registers.words = halves[group / 2 * kWarpgroup];
+            const uint4& pair = registers.words;
             unpack(group % 2 == 0 ? pair.x : pair.z, weights[i][0], weights[i][1]);
             unpack(group % 2 == 0 ? pair.y : pair.w, weights[i][2], weights[i][3]);
             hold(weights[i]);
@@ -259,23 +261,20 @@ struct Fp4GemmSwapAb {
         for (uint32_t i = 0; i < k_blocks; ++i, ring.advance()) {
             barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
             const uint4* halves = reinterpret_cast<const uint4*>(self.words + ring.stage * kBytesB);
-            const uint4 words[2] = {halves[0], halves[kWarpgroup]};
             const Powers powers = *reinterpret_cast<const Powers*>(self.powers + ring.stage * kBytesB);
             const float2* a_scales = reinterpret_cast<const float2*>(self.scales + ring.stage * kBytesScales);
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
             Scales scales;
-            begin(0, registers, words, tokens);
+            begin(0, registers, halves, tokens);
 #pragma unroll
             for (uint32_t step = 1; step < kSteps; ++step) {
-                begin(step, registers, words, tokens);
-                if (step == kSteps - 1) {
-                    // They arrive while the last products run: nothing of a stage is still being read when it is given back.
-#pragma unroll
-                    for (uint32_t chunk = 0; chunk < kChunks; ++chunk) scales[chunk] = a_scales[chunk * 4];
-                }
+                begin(step, registers, halves, tokens);
                 products_wait<1>();
                 add(step - 1, registers, powers, block);
             }
+            // They arrive while the last products run: nothing of a stage is still being read when it is given back.
+#pragma unroll
+            for (uint32_t chunk = 0; chunk < kChunks; ++chunk) scales[chunk] = a_scales[chunk * 4];
             products_wait<0>();
             add(kSteps - 1, registers, powers, block);
             promote(scales, block, totals);

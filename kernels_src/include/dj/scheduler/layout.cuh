@@ -36,41 +36,72 @@ struct GroupTable {
     uint32_t ends[kMaxGroups];               // end row of each group
     uint32_t padding[3];
 
-    // Counts with one warp. Group data can be wrong, but nothing reaches outside the tensor: rows are clamped to it, and an end row
-    // before an earlier one counts as that one, which also bounds the work.
+    // Counts with one warp, of which each lane takes some groups that follow each other. Group data can be wrong, but nothing reaches
+    // outside the tensor: rows are clamped to it, and an end row before an earlier one counts as that one, which also bounds the work.
     __device__ void count(const Shape& shape, uint32_t block_m) {
+        constexpr uint32_t kEach = 4;
         uint32_t before = 0;  // row blocks
         uint32_t last_end = 0;
-        for (uint32_t first = 0; first < shape.groups; first += kWarp) {
-            const uint32_t group = first + lane_id();
-            const int32_t given = group < shape.groups ? load(shape.group_data + group) : 0;
-            uint32_t end = given <= 0 ? 0 : min_of(static_cast<uint32_t>(given), shape.m);
-            uint32_t begin = 0;
+        for (uint32_t done = 0; done < shape.groups; done += kWarp * kEach) {
+            const uint32_t first = done + lane_id() * kEach;
+            uint32_t end[kEach];
+            uint32_t begin[kEach] = {};
+            uint32_t blocks[kEach];
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                const int32_t given = first + i < shape.groups ? load(shape.group_data + first + i) : 0;
+                end[i] = given <= 0 ? 0 : min_of(static_cast<uint32_t>(given), shape.m);
+            }
             if (shape.layout == kPrefixSums) {
 #pragma unroll
-                for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
-                    const uint32_t other = __shfl_up_sync(0xffffffffu, end, distance);
-                    if (lane_id() >= distance) end = max_of(end, other);
+                for (uint32_t i = 1; i < kEach; ++i) end[i] = max_of(end[i], end[i - 1]);
+                uint32_t highest = end[kEach - 1];
+#pragma unroll
+                for (uint32_t distance = 1; distance < kWarp; distance *= 2)
+                    highest = max_of(highest, __shfl_up_sync(0xffffffffu, highest, distance));  // the first lanes get their own
+                uint32_t previous = __shfl_up_sync(0xffffffffu, highest, 1);
+                previous = lane_id() == 0 ? last_end : max_of(previous, last_end);
+                last_end = max_of(last_end, __shfl_sync(0xffffffffu, highest, kWarp - 1));
+#pragma unroll
+                for (uint32_t i = 0; i < kEach; ++i) {
+                    end[i] = max_of(end[i], previous);
+                    begin[i] = shape.round_up(i == 0 ? previous : end[i - 1]);
                 }
-                end = max_of(end, last_end);
-                const uint32_t previous = __shfl_up_sync(0xffffffffu, end, 1);
-                begin = shape.round_up(lane_id() == 0 ? last_end : previous);
-                last_end = __shfl_sync(0xffffffffu, end, kWarp - 1);
             }
-            const uint32_t blocks = group < shape.groups && end > begin ? ceil_div(end - begin, block_m) : 0;
-            uint32_t sum = blocks;
+            uint32_t sum = 0;
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                blocks[i] = first + i < shape.groups && end[i] > begin[i] ? ceil_div(end[i] - begin[i], block_m) : 0;
+                sum += blocks[i];
+            }
+            uint32_t up_to = sum;
 #pragma unroll
             for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
-                const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-                if (lane_id() >= distance) sum += other;
+                const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, distance);
+                if (lane_id() >= distance) up_to += other;
             }
-            if (group < shape.groups) {
-                blocks_before[group] = before + sum - blocks;
-                ends[group] = end;
+            uint32_t place = before + up_to - sum;
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                if (first + i < shape.groups) {
+                    blocks_before[first + i] = place;
+                    ends[first + i] = end[i];
+                }
+                place += blocks[i];
             }
-            before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
+            before += __shfl_sync(0xffffffffu, up_to, kWarp - 1);
         }
         if (lane_id() == 0) blocks_before[shape.groups] = before;
+    }
+
+    // The group of a row block, at or after a group that is not behind it. For whole warps: 32 groups at a look.
+    __device__ uint32_t group_of(uint32_t row_block, uint32_t first, uint32_t groups) const {
+        while (true) {
+            const uint32_t after = blocks_before[min_of(first + lane_id(), groups - 1) + 1];
+            const uint32_t found = __ballot_sync(0xffffffffu, row_block < after);
+            if (found != 0) return warp_uniform(first + __ffs(found) - 1);
+            first += kWarp;
+        }
     }
 
     __device__ uint32_t begin(const Shape& shape, uint32_t group) const {
@@ -98,13 +129,13 @@ class TileScheduler {
    public:
     // Takes tiles `first`, `first + stride`, ... `groups` is counted where the layout counts.
     __device__ TileScheduler(const Shape& shape, const GroupTable& groups, uint32_t first, uint32_t stride)
-        : shape_(shape), groups_(groups), columns_(ceil_div(shape.n, kBlockN)), next_(first), stride_(stride) {
+        : shape_(shape), groups_(groups), next_(first), stride_(stride) {
         row_blocks_ = shape.counts_rows() ? warp_uniform(groups.blocks_before[shape.groups]) : ceil_div(shape.m, kBlockM);
         look_ahead();
     }
 
     __device__ bool next(Tile& tile) {
-        if (next_ >= row_blocks_ * columns_) return false;
+        if (next_ >= row_blocks_ * columns()) return false;
         if (shape_.counts_rows()) {
             place_counted(tile);
         } else {
@@ -121,10 +152,12 @@ class TileScheduler {
    private:
     static constexpr uint32_t kBand = 16;
 
+    __device__ uint32_t columns() const { return ceil_div(shape_.n, kBlockN); }
+
     // Places tile `index` of a rectangle of row blocks x columns.
     __device__ void place(uint32_t index, uint32_t row_blocks, uint32_t& row_block, uint32_t& column_block) const {
-        const uint32_t band = index / (kBand * columns_);
-        const uint32_t within = index - band * kBand * columns_;
+        const uint32_t band = index / (kBand * columns());
+        const uint32_t within = index - band * kBand * columns();
         const uint32_t height = min_of(kBand, row_blocks - band * kBand);
         column_block = within / height;
         row_block = band * kBand + within - column_block * height;
@@ -132,9 +165,9 @@ class TileScheduler {
 
     // Places the next tile where rows list their groups, which are in memory, hundreds of cycles away.
     __device__ void look_ahead() {
-        if (shape_.counts_rows() || next_ >= row_blocks_ * columns_) return;
+        if (shape_.counts_rows() || next_ >= row_blocks_ * columns()) return;
         place(next_, row_blocks_, row_block_, column_block_);
-        if (shape_.layout == kContiguous) listed_group_ = load(shape_.group_data + row_block_ * kBlockM);
+        if (shape_.layout == kContiguous) group_ = static_cast<uint32_t>(load(shape_.group_data + row_block_ * kBlockM));
     }
 
     __device__ void place_listed(Tile& tile) const {
@@ -142,15 +175,16 @@ class TileScheduler {
         tile.row_end = shape_.m;
         tile.column = column_block_ * kBlockN;
         tile.a_group = 0;
-        tile.group = shape_.layout == kContiguous ? warp_uniform(static_cast<uint32_t>(listed_group_)) : 0;
+        tile.group = shape_.layout == kContiguous ? warp_uniform(group_) : 0;
     }
 
     __device__ void place_counted(Tile& tile) {
-        uint32_t after = warp_uniform(groups_.blocks_before[group_ + 1]);  // row blocks up to the end of the group
-        while (next_ >= after * columns_) after = warp_uniform(groups_.blocks_before[++group_ + 1]);
+        group_ = groups_.group_of(next_ / columns(), group_, shape_.groups);
         const uint32_t before = warp_uniform(groups_.blocks_before[group_]);
-        uint32_t row_block, column_block;
-        place(next_ - before * columns_, after - before, row_block, column_block);
+        const uint32_t index = next_ - before * columns();
+        const uint32_t row_blocks = warp_uniform(groups_.blocks_before[group_ + 1]) - before;
+        uint32_t row_block = 0, column_block = index;
+        if (row_blocks > 1) place(index, row_blocks, row_block, column_block);
         tile.row = warp_uniform(groups_.begin(shape_, group_)) + row_block * kBlockM;
         tile.row_end = warp_uniform(groups_.ends[group_]);
         tile.column = column_block * kBlockN;
@@ -160,15 +194,13 @@ class TileScheduler {
 
     const Shape& shape_;  // stays in constant memory
     const GroupTable& groups_;
-    uint32_t columns_;
     uint32_t row_blocks_;
     uint32_t next_;
     uint32_t stride_;
-    uint32_t group_ = 0;  // where groups are counted
-    // Of the next tile, where they are not.
+    uint32_t group_ = 0;  // of the last tile where groups are counted, of the next one where rows list them
+    // Of the next tile, where groups are not counted.
     uint32_t row_block_ = 0;
     uint32_t column_block_ = 0;
-    int32_t listed_group_ = 0;
 };
 
 }  // namespace dj

@@ -85,8 +85,8 @@ _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
 MOST_FP4_ROWS = 32
-"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. On an H200 a forward of 32 DeepSeek-V3 experts
-takes 0.73 of the time with folded ones at 24 rows, 1.13 at 40."""
+"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. On an H200 a forward of 32 DeepSeek-V3
+experts takes 0.73 of the time with folded ones at 24 rows, 1.13 at 40."""
 
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""

@@ -48,7 +48,7 @@ def problem_of(layer: str, which: str, tokens: int) -> GemmProblem:
 
 def tiles() -> list[Selected]:
     """Return the FP8 tiles of the set that serve weights with a scale per block."""
-    found = [spec for spec in kernel_set(ARCH) if is_gemm(spec) and spec.dtypes[0] == "e4m3" and not spec.flags]
+    found = [spec for spec in kernel_set(ARCH) if is_gemm(spec) and spec.dtypes[:2] == ("e4m3", "e4m3") and not spec.flags]
     return [Selected(spec) for spec in found if spec.block[1] >= 64]
 
 

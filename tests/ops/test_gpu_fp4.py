@@ -230,7 +230,8 @@ def test_a_forward_that_reads_fragments_is_as_good_as_one_of_the_folded_copy(
         ratio = ONE_SMALL_TOKEN_RATIO if tokens == 1 else FROBENIUS_RATIO
         exact, rounded = exact_forward(*given, reference), rounded_forward(*given, reference)
         assert_as_good_as_torch(outs[decode], exact, rounded, decode, ratio)
-    assert relative_error(outs["fp4"], outs["fp8"].double()) < 0.01
+    # Quantization between the GEMMs makes steps of small differences, but each is nearer to the other than to what is exact.
+    assert relative_error(outs["fp4"], outs["fp8"].double()) < relative_error(outs["fp8"], exact)
 
 
 def test_fragments_are_kept_only_if_as_much_memory_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:

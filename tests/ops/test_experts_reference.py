@@ -271,7 +271,7 @@ def test_one_small_token_strays_less_than_it_may_and_both_ways(scheme: str) -> N
 def test_narrow_rows_stray_less_than_they_may(scheme: str, sizes: tuple[int, int]) -> None:
     for _ in range(10):
         experts = drawn(scheme, 5, *sizes)
-        given = random_hidden(300, sizes[0], "cpu"), *random_routing(300, 3, 5, "cpu")
+        given = random_hidden(1200, sizes[0], "cpu"), *random_routing(1200, 3, 5, "cpu")
         out = rounded_forward(*given, experts, noisy(2.0**-11))
         assert_as_good_as_torch(out, exact_forward(*given, experts), rounded_forward(*given, experts))
 

@@ -359,7 +359,7 @@ def _model(*parts: ExpertsLayer | Linear) -> Model:
 
 def test_a_plan_for_every_m_up_to_16384_is_complete_and_of_few_kernels() -> None:
     plan = plan_for("sm_90a", _model(_experts()), max_tokens=16384, sms=132)
-    assert len(plan.kernels) <= 19
+    assert len(plan.kernels) <= 20
     (gate_up,) = (each for each in plan.problems if (each.what, each.largest.layout) == ("experts gate_up", Layout.MASKED))
     assert (gate_up.largest.n, gate_up.largest.k, gate_up.largest.groups) == (4096, 7168, 256)
     limits = limits_of("sm_90a", 132)

@@ -21,6 +21,8 @@ Decode = Literal["auto", "fp4", "fp8"]
 
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
+_SPARE_SHARE = 0.25
+"""Of a GPU's memory, that fragments kept by ``decode="auto"`` leave free: each layer is prepared before caches and workspaces."""
 
 
 class Activation(NamedTuple):
@@ -163,8 +165,8 @@ def prepare_experts(
         gate_up_blocks: how (128, 128) blocks of gate and up were counted, where the shape of their scales does not tell.
         transposed: FP8 weights are (E, K, N), each of which gets a K-major copy; scales have the shapes above all the same.
         decode: what a forward of few tokens reads of FP4 weights. "fp8": the folded copy, as one of many tokens does. "fp4": FP4
-            fragments kept beside it, about half of its bytes. "auto": fragments if at least as much memory stays free on the GPU
-            as they take, and their kernel can read the scales; on a CPU always. ``Experts.decodes_fp4`` says which it is.
+            fragments kept beside it, about half of its bytes. "auto": fragments if their kernel can read the scales and a quarter
+            of the GPU's memory stays free; on a CPU always. ``Experts.decodes_fp4`` says which it is.
 
     Returns:
         What ``fp8_experts`` takes.
@@ -274,8 +276,8 @@ def _keeps_fragments(decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp
     shapes = [fp4.fragments_shape(s.shape.count, s.shape.n, s.shape.k) for s in stacks if s.block == FP4_BLOCK]
     # What torch has cached is as good as free.
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, _total = torch.cuda.mem_get_info(device)
-    return free + cached >= 2 * sum(math.prod(shape) for shape in shapes)
+    free, total = torch.cuda.mem_get_info(device)
+    return free + cached - sum(math.prod(shape) for shape in shapes) >= _SPARE_SHARE * total
 
 
 def _with_fragments(projection: Projection, stack: Stack) -> Projection:

@@ -7,7 +7,7 @@
 // the power of two of their row as they are added up; several products are under way meanwhile.
 #pragma once
 #include "dj/epilogue/store_columns.cuh"
-#include "dj/kernels/roles.cuh"
+#include "dj/kernels/swapped.cuh"
 #include "dj/mma/wgmma.cuh"
 #include "dj/ptx/copy.cuh"
 #include "dj/ptx/dependent_launch.cuh"
@@ -108,7 +108,9 @@ struct Fp4GemmSwapAb {
             stream_weights(arguments, scheduler, base);
         } else if (warp == kTokensWarp) {
             if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
-            stream_tokens(map_a, map_a_scales, arguments.k_blocks, scheduler, base);
+            const TokenStages stages{base, base + kOffsetScales, base + kOffsetFull, base + kOffsetEmpty};
+            stream_tokens<kBlockM, kBlockN, kStages, kBytesScales>(map_a, map_a_scales, scheduler, {0, arguments.k_blocks},
+                                                                   stages, [](const Tile&, uint32_t, uint32_t) {});
         } else {
             consume(arguments, scheduler, shared, base, warp);
         }
@@ -116,9 +118,6 @@ struct Fp4GemmSwapAb {
 
    private:
     using Scheduler = TileScheduler<kBlockM, kBlockN>;
-
-    // Tiles start at different k-blocks, each always at the same: all blocks would otherwise ask for the same few lines of A at once.
-    __device__ static uint32_t first_block(const Tile& tile, uint32_t k_blocks) { return tile.column / kBlockN % k_blocks; }
 
     __device__ static void stream_weights(const Fp4GemmArguments& arguments, Scheduler& scheduler, uint32_t base) {
         const bool issues = elect_one();
@@ -129,12 +128,11 @@ struct Fp4GemmSwapAb {
             if (scheduler.is_idle(tile)) continue;
             const uint8_t* fragments = arguments.fragments + tile.group * arguments.group_stride +
                                        tile.column / kFragmentRows * arguments.row_block_stride;
-            uint32_t block = first_block(tile, arguments.k_blocks);
+            Round<kBlockN> round(tile, {0, arguments.k_blocks});
 #pragma unroll 1
             for (uint32_t i = 0; i < arguments.k_blocks; ++i, ring.advance()) {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
-                const uint8_t* source = fragments + block * kFragmentBytes;
-                if (++block == arguments.k_blocks) block = 0;
+                const uint8_t* source = fragments + round.next() * kFragmentBytes;
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
                 if (issues) {
                     barrier_arrive_expect(full, kBytesB);
@@ -147,30 +145,6 @@ struct Fp4GemmSwapAb {
                         else
                             load_bytes(full, b, rows, kFragmentBytes);
                     }
-                }
-                __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
-            }
-        }
-    }
-
-    __device__ static void stream_tokens(const TensorMap& map_a, const TensorMap& map_a_scales, uint32_t k_blocks,
-                                         Scheduler& scheduler, uint32_t base) {
-        const bool issues = elect_one();
-        Ring ring;
-        Tile tile;
-        while (scheduler.next(tile)) {
-            if (scheduler.is_idle(tile)) continue;
-            uint32_t block = first_block(tile, k_blocks);
-#pragma unroll 1
-            for (uint32_t i = 0; i < k_blocks; ++i, ring.advance()) {
-                const uint32_t k = block;
-                if (++block == k_blocks) block = 0;
-                const uint32_t full = base + kOffsetFull + ring.stage * 8;
-                barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
-                if (issues) {
-                    barrier_arrive_expect(full, kBytesA + kBlockM * 4);
-                    load_box(map_a, full, base + ring.stage * kBytesA, k * kBlockK, tile.row, tile.a_group);
-                    load_box(map_a_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, k, tile.a_group);
                 }
                 __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
             }

@@ -8,7 +8,7 @@
 #pragma once
 #include "dj/epilogue/store_columns.cuh"
 #include "dj/kernels/fp8_arguments.cuh"
-#include "dj/kernels/roles.cuh"
+#include "dj/kernels/swapped.cuh"
 #include "dj/mma/wgmma.cuh"
 #include "dj/ptx/cluster.cuh"
 #include "dj/ptx/dependent_launch.cuh"
@@ -89,7 +89,14 @@ struct Fp8GemmSwapAb {
             stream_weights(map_b, arguments.reads_b_once != 0, scheduler, part, base);
         } else if (warp == kTokensWarp) {
             if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
-            stream_tokens(map_a, map_a_scales, arguments, scheduler, part, base);
+            const TokenStages stages{base, base + kOffsetScales, base + kOffsetFull, base + kOffsetEmpty};
+            const auto load_b_scale = [&](const Tile& tile, uint32_t k_block, uint32_t stage) {
+                const float* b_scales = arguments.b_scales + tile.group * arguments.b_scales_group_stride +
+                                        tile.column / kScaleBlock * arguments.b_scales_row_stride;
+                load_float(base + kOffsetScaleB + stage * 8, b_scales + k_block);
+                arrive_when_loaded(base + kOffsetFull + stage * 8);
+            };
+            stream_tokens<kBlockM, kBlockN, kStages, kBytesScales>(map_a, map_a_scales, scheduler, part, stages, load_b_scale);
         } else {
             consume(arguments, scheduler, part, split, shared, base, warp);
         }
@@ -98,20 +105,11 @@ struct Fp8GemmSwapAb {
    private:
     using Scheduler = TileScheduler<kBlockM, kBlockN>;
 
-    // The k-blocks that this block sums.
-    struct Part {
-        uint32_t first;
-        uint32_t count;
-    };
-
     __device__ static Part part_of(uint32_t k_blocks, uint32_t split) {
         const uint32_t rank = split > 1 ? cluster_rank() : 0;
         const uint32_t first = k_blocks * rank / split;
         return {warp_uniform(first), warp_uniform(k_blocks * (rank + 1) / split - first)};
     }
-
-    // Tiles start at different k-blocks, each always at the same: all blocks would otherwise ask for the same few lines of A at once.
-    __device__ static uint32_t first_block(const Tile& tile, const Part& part) { return tile.column / kBlockN % part.count; }
 
     __device__ static void stream_weights(const TensorMap& map_b, bool once, Scheduler& scheduler, const Part& part,
                                           uint32_t base) {
@@ -121,12 +119,11 @@ struct Fp8GemmSwapAb {
         Tile tile;
         while (scheduler.next(tile)) {
             if (scheduler.is_idle(tile)) continue;
-            uint32_t block = first_block(tile, part);
+            Round<kBlockN> round(tile, part);
 #pragma unroll 1
             for (uint32_t i = 0; i < part.count; ++i, ring.advance()) {
                 const uint32_t full = base + kOffsetFull + ring.stage * 8;
-                const uint32_t k = part.first + block;
-                if (++block == part.count) block = 0;
+                const uint32_t k = round.next();
                 barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
                 if (issues) {
                     barrier_arrive_expect(full, kBytesB);
@@ -135,34 +132,6 @@ struct Fp8GemmSwapAb {
                         load_box(map_b, full, b, k * kBlockK, tile.column, tile.group, policy);
                     else
                         load_box(map_b, full, b, k * kBlockK, tile.column, tile.group);
-                }
-                __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
-            }
-        }
-    }
-
-    __device__ static void stream_tokens(const TensorMap& map_a, const TensorMap& map_a_scales, const Fp8GemmArguments& arguments,
-                                         Scheduler& scheduler, const Part& part, uint32_t base) {
-        const bool issues = elect_one();
-        Ring ring;
-        Tile tile;
-        while (scheduler.next(tile)) {
-            if (scheduler.is_idle(tile)) continue;
-            const float* b_scales = arguments.b_scales + tile.group * arguments.b_scales_group_stride +
-                                    tile.column / kScaleBlock * arguments.b_scales_row_stride;
-            uint32_t block = first_block(tile, part);
-#pragma unroll 1
-            for (uint32_t i = 0; i < part.count; ++i, ring.advance()) {
-                const uint32_t k = part.first + block;
-                if (++block == part.count) block = 0;
-                const uint32_t full = base + kOffsetFull + ring.stage * 8;
-                barrier_wait(base + kOffsetEmpty + ring.stage * 8, ring.phase ^ 1);
-                if (issues) {
-                    barrier_arrive_expect(full, kBytesA + kBlockM * 4);
-                    load_box(map_a, full, base + ring.stage * kBytesA, k * kBlockK, tile.row, tile.a_group);
-                    load_box(map_a_scales, full, base + kOffsetScales + ring.stage * kBytesScales, tile.row, k, tile.a_group);
-                    load_float(base + kOffsetScaleB + ring.stage * 8, b_scales + k);
-                    arrive_when_loaded(full);
                 }
                 __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
             }

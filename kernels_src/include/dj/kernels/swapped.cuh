@@ -1,0 +1,66 @@
+// What the GEMMs share whose operands are swapped in the tensor core: the walk over k-blocks and the warp that streams tokens.
+#pragma once
+#include "dj/kernels/roles.cuh"
+
+namespace dj {
+
+// The k-blocks that a block sums.
+struct Part {
+    uint32_t first;
+    uint32_t count;
+};
+
+// Goes once round the k-blocks of a tile's part. Tiles start at different ones, each always at the same: all blocks would otherwise
+// ask for the same few lines of A at once.
+template <uint32_t kBlockN>
+class Round {
+   public:
+    __device__ Round(const Tile& tile, const Part& part) : part_(part), at_(tile.column / kBlockN % part.count) {}
+
+    __device__ uint32_t next() {
+        const uint32_t k_block = part_.first + at_;
+        if (++at_ == part_.count) at_ = 0;
+        return k_block;
+    }
+
+   private:
+    const Part part_;
+    uint32_t at_;
+};
+
+// Addresses in shared memory of the first stage: tokens, their scales, and the barriers.
+struct TokenStages {
+    uint32_t tokens;
+    uint32_t scales;
+    uint32_t full;
+    uint32_t empty;
+};
+
+// Brings A and its scales, stage by stage. One thread calls `beside(tile, k_block, stage)` for what else a stage needs.
+template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, uint32_t kScalesPitch, class Scheduler, class Beside>
+__device__ inline void stream_tokens(const TensorMap& map_a, const TensorMap& map_a_scales, Scheduler& scheduler,
+                                     const Part& part, const TokenStages& stages, const Beside& beside) {
+    constexpr uint32_t kBytes = kBlockM * kScaleBlock;
+    const bool issues = elect_one();
+    StageRing<kStages> ring;
+    Tile tile;
+    while (scheduler.next(tile)) {
+        if (scheduler.is_idle(tile)) continue;
+        Round<kBlockN> round(tile, part);
+#pragma unroll 1
+        for (uint32_t i = 0; i < part.count; ++i, ring.advance()) {
+            const uint32_t k_block = round.next();
+            const uint32_t full = stages.full + ring.stage * 8;
+            barrier_wait(stages.empty + ring.stage * 8, ring.phase ^ 1);
+            if (issues) {
+                barrier_arrive_expect(full, kBytes + kBlockM * 4);
+                load_box(map_a, full, stages.tokens + ring.stage * kBytes, k_block * kScaleBlock, tile.row, tile.a_group);
+                load_box(map_a_scales, full, stages.scales + ring.stage * kScalesPitch, tile.row, k_block, tile.a_group);
+                beside(tile, k_block, ring.stage);
+            }
+            __syncwarp();  // a lane that fell behind by a round would take its parity for an older one
+        }
+    }
+}
+
+}  // namespace dj

@@ -56,7 +56,7 @@ class Layer:
     top_k: int = 8
 
 
-FP4_TOKENS = (1, 16, 128)
+FP4_TOKENS = (1, 16, 64, 96)
 FP4_GROUP = 32
 
 LAYERS = (Layer("Qwen3-30B-A3B", 128, 2048, 768), Layer("DeepSeek-V3, 32 experts", 32, 7168, 2048))

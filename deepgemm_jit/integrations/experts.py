@@ -6,6 +6,8 @@ all contexts. Ours are loaded into each context, so the mark says nothing about 
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from deepgemm_jit import ops
 from deepgemm_jit.errors import ContextMismatchError, OperandError, UnsupportedError
 from deepgemm_jit.integrations import prepared
 from deepgemm_jit.integrations.gates import activation_of
+from deepgemm_jit.ops import fp4
 from deepgemm_jit.ops.scales import ScaleKind
 from deepgemm_jit.ops.weights import Activation, Experts, Projection
 
@@ -123,9 +126,40 @@ def prepared_experts(module: Any) -> Experts:
     )
 
 
-def prepare(module: Any) -> int:
-    """Prepare one experts module, unless it is prepared already; return the bytes that the preparation holds beside it."""
-    return prepared.added_bytes(prepared.value_for(module, _make))
+def prepare(module: Any, *, fragments: bool = False) -> int:
+    """Prepare one experts module, unless it is prepared already; return the bytes that the preparation holds beside it.
+
+    ``fragments``: FP4 weights are also kept as a forward of few tokens reads them, unless it cannot read their scales.
+    """
+    again = fragments and not _has_fragments(module) and _holds_fragments(module)
+    return prepared.added_bytes(prepared.value_for(module, partial(_make, fragments=fragments), again=again))
+
+
+def bytes_to_prepare(module: Any) -> tuple[int, int]:
+    """Return the bytes that preparing an experts module takes yet, of FP4 weights, and those that their fragments take beside."""
+    if not is_fp8(module) or _has_fragments(module):
+        return 0, 0
+    shapes = [tuple(weight.shape) for weight in _weights(module) if weight.dtype == torch.int8]
+    folded = 0 if isinstance(prepared.try_kept(module), _Fp8) else sum(2 * math.prod(shape) for shape in shapes)
+    return folded, sum(math.prod(fp4.fragments_shape(count, n, 2 * k_bytes)) for count, n, k_bytes in shapes)
+
+
+def _weights(module: Any) -> list[torch.Tensor]:
+    return [prepared.local(weight) for weight in (first_projection(module), module.down_proj)]
+
+
+def _has_fragments(module: Any) -> bool:
+    """Return whether FP4 weights were kept as fragments, which a captured graph may read."""
+    kept = prepared.try_kept(module)
+    return isinstance(kept, _Fp8) and any(part.fragments is not None for part in (kept.gate_up, kept.down))
+
+
+def _holds_fragments(module: Any) -> bool:
+    """Return whether a module has FP4 weights whose scales fragments hold. Waits for the device."""
+    if not is_fp8(module) or all(weight.dtype != torch.int8 for weight in _weights(module)):
+        return False
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    return all(fp4.fit_fragments(prepared.wide(prepared.local(getattr(module, f"{name}_scale_inv")))) for name in names)
 
 
 def is_fp8(module: Any) -> bool:
@@ -146,8 +180,8 @@ def _prepare_while_tracing(identity: int) -> bool:
     return True
 
 
-def _make(module: Any) -> _Fp8 | _Bf16:
-    return _prepare_fp8(module) if is_fp8(module) else _prepare_bf16(module)
+def _make(module: Any, *, fragments: bool = False) -> _Fp8 | _Bf16:
+    return _prepare_fp8(module, fragments) if is_fp8(module) else _prepare_bf16(module)
 
 
 def _projection(module: Any, name: str, activation_scale_name: str, kept: _Projection) -> Projection:
@@ -181,13 +215,13 @@ def _check_inputs(module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> N
         raise OperandError(operation="deepgemm_jit experts", faults=[fault])
 
 
-def _prepare_fp8(module: Any) -> _Fp8:
+def _prepare_fp8(module: Any, fragments: bool) -> _Fp8:
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     refuse_what_has_no_kernel(module)
     activation = activation_of(module, (FP8Experts._apply_gate,))
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = [prepared.local(getattr(module, which)) for which in (name, "down_proj")]
+    weights = _weights(module)
     scales = [prepared.local(getattr(module, f"{which}_scale_inv")) for which in (name, "down_proj")]
     static_scales: list[torch.Tensor | None] = [None, None]
     if module.activation_scheme == "static":
@@ -204,7 +238,7 @@ def _prepare_fp8(module: Any) -> _Fp8:
             down_activation_scale=None if static_scales[1] is None else prepared.wide(static_scales[1]),
             gated=module.has_gate,
             transposed=transposed,
-            decode=_decode_for(module, weights),
+            decode=_decode_for(module, fragments),
             **given,
         )
     except UnsupportedError as refused:
@@ -223,11 +257,20 @@ def _prepare_fp8(module: Any) -> _Fp8:
     return _Fp8(first, second, None if activation is None else experts.activation)
 
 
-def _decode_for(module: Any, weights: list[torch.Tensor]) -> Literal["auto", "fp4"]:
-    """Return how FP4 weights are prepared: fragments that a captured graph may read are made anew whatever memory is free."""
-    kept = prepared.try_kept(module)
-    has_fragments = isinstance(kept, _Fp8) and any(part.fragments is not None for part in (kept.gate_up, kept.down))
-    return "fp4" if has_fragments and any(weight.dtype == torch.int8 for weight in weights) else "auto"
+def _decode_for(module: Any, fragments: bool) -> Literal["fp4", "fp8"]:
+    """Return how FP4 weights are prepared: fragments that a captured graph may read are made anew in any case."""
+    before = _has_fragments(module)
+    if not (fragments or before):
+        return "fp8"
+    if _holds_fragments(module):
+        return "fp4"
+    if before and any(weight.dtype == torch.int8 for weight in _weights(module)):
+        raise UnsupportedError(
+            given=f"{_name(module)} with an FP4 scale above 2^{fp4.MAX_FRAGMENT_EXPONENT}, loaded where fragments are kept",
+            supported="smaller scales there: a captured graph may still read the fragments",
+            advice="Load these weights into another module.",
+        )
+    return "fp8"
 
 
 def _if_made(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:

@@ -65,18 +65,19 @@ class Prepared:
         return type(None), ()  # a copy of a module has other parameters and prepares again
 
 
-def value_for(module: Any, make: Callable[[Any], Any]) -> Any:
+def value_for(module: Any, make: Callable[[Any], Any], *, again: bool = False) -> Any:
     """Return what ``make(module)`` made of the parameters as they are: of late, or now; one thread at a time.
 
     Args:
         module: a torch module.
         make: gives tensors and other things in named tuples, also nested ones; no tensor may share memory with a parameter.
+        again: now in any case.
     """
     kept = getattr(module, _ATTRIBUTE, None)
-    if kept is not None and kept.is_of(module):
+    if kept is not None and kept.is_of(module) and not again:
         return kept.value
     with _lock:
-        return _make(module, make, tracing=False)
+        return _make(module, make, tracing=False, again=again)
 
 
 def try_kept(module: Any) -> Any:
@@ -137,10 +138,10 @@ def added_bytes(value: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))
 
 
-def _make(module: Any, make: Callable[[Any], Any], *, tracing: bool) -> Any:
+def _make(module: Any, make: Callable[[Any], Any], *, tracing: bool, again: bool = False) -> Any:
     forget_if_elsewhere(module)
     before = getattr(module, _ATTRIBUTE, None)
-    if before is not None and before.is_of(module):
+    if before is not None and before.is_of(module) and not again:
         return before.value
     # Not as tensors of inference mode: those cannot be written again outside of it.
     with torch.inference_mode(False), torch.no_grad():

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Self
 import deepgemm_jit.ops  # noqa: F401 - before all that imports torch: where there is none, this says what to do
 
 # isort: split
+import torch
 from torch import nn
 
 from deepgemm_jit.errors import OperandError, ToolchainError
 from deepgemm_jit.integrations import experts, linears
 from deepgemm_jit.integrations.gates import gate_seen
 from deepgemm_jit.integrations.problems import Needs, experts_needs, kernels_for, linear_needs
+from deepgemm_jit.ops.weights import Decode, leaves_free
 from deepgemm_jit.service import KernelService, Preparation, default_service
 from deepgemm_jit.spec import ARCHES, KernelSpec, arch_named
 from deepgemm_jit.spec.shown import shown
@@ -41,6 +43,8 @@ NAME = "deepgemm_jit"
 """What ``experts_implementation`` is to say."""
 
 _PACKAGE = "transformers.integrations"
+_SPARE_SHARE = 0.25
+"""Of a GPU's memory, that the fragments of a model leave free: caches and workspaces are still to come."""
 logger = logging.getLogger("deepgemm_jit.transformers")
 
 
@@ -67,7 +71,7 @@ def register() -> None:
         type(interface).register(NAME, forward)
 
 
-def prepare(model: nn.Module) -> int:
+def prepare(model: nn.Module, *, decode: Decode = "auto") -> int:
     """Prepare all that runs with us in a model, which otherwise happens in its first forward.
 
     Call it before layers are compiled, which then share a graph; before a CUDA graph is captured with no forward before it; and
@@ -76,20 +80,44 @@ def prepare(model: nn.Module) -> int:
 
     Args:
         model: its experts are prepared where their configuration names this implementation, its linears where accelerated.
+        decode: what forwards of few tokens read of FP4 experts. "fp8": the folded copy, as those of many tokens, and as without
+            this call. "fp4": fragments kept beside it, about half of its bytes. "auto": fragments on each GPU of which a quarter
+            stays free when all of the model that lies there is prepared; the log says so.
 
     Returns:
         The bytes of device memory that the preparations hold beside the parameters.
 
     Raises:
         UnsupportedError: experts of a scheme without kernel.
+        OperandError: another word for ``decode``.
     """
+    if not (isinstance(decode, str) and decode in ("auto", "fp4", "fp8")):
+        raise OperandError(operation="prepare", faults=[f"decode = {shown(decode)} must be 'auto', 'fp4' or 'fp8'"])
+    ours = [module for module in model.modules() if _runs_our_experts(module)]
+    devices = {module.down_proj.device for module in ours}
+    keeping = _with_room(ours) if decode == "auto" else devices if decode == "fp4" else set()
     added_bytes = 0
     for module in model.modules():
         if _runs_our_experts(module):
-            added_bytes += experts.prepare(module)
+            added_bytes += experts.prepare(module, fragments=module.down_proj.device in keeping)
         elif linears.is_replaced(module):
             added_bytes += linears.prepare(module)
     return added_bytes
+
+
+def _with_room(modules: Iterable[nn.Module]) -> set[torch.device]:
+    """Return the GPUs that have room for the fragments of all FP4 experts which lie there."""
+    taken: dict[torch.device, int] = {}
+    for module in modules:
+        folded, fragments = experts.bytes_to_prepare(module)
+        device = module.down_proj.device
+        if fragments and device.type == "cuda":
+            taken[device] = taken.get(device, 0) + folded + fragments
+    found = {device for device, needed_bytes in taken.items() if leaves_free(device, needed_bytes, _SPARE_SHARE)}
+    for device, needed_bytes in taken.items():
+        outcome = "are kept as fragments too" if device in found else "are folded only"
+        logger.info("FP4 experts on %s %s: both would take %.1f GB more", device, outcome, needed_bytes / 1e9)
+    return found
 
 
 def prepare_kernels(

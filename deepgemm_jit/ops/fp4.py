@@ -98,6 +98,12 @@ def try_beyond_fragments(plan: Fold) -> tuple[int, ...] | None:
     return try_first(plan.groups > BIAS + MAX_FRAGMENT_EXPONENT)
 
 
+def fit_fragments(scale: torch.Tensor) -> bool:
+    """Return whether no power of two of UE8M0 bytes or float32 is too large for fragments. Waits for the device."""
+    codes, nonzero = _codes(scale)
+    return not bool(((codes > BIAS + MAX_FRAGMENT_EXPONENT) & nonzero).any())
+
+
 def fragments_shape(count: int, n: int, k: int) -> tuple[int, int, int, int]:
     """Return the shape of the fragments of (E, N, K) weights: rows are filled up to multiples of 128, columns too."""
     rows, columns = FRAGMENT

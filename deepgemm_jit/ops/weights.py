@@ -21,8 +21,9 @@ Decode = Literal["auto", "fp4", "fp8"]
 
 _COPY_ALIGNMENT_BYTES = 16
 """What tensor maps ask of addresses and strides; an FP8 element is a byte."""
-_SPARE_SHARE = 0.25
-"""Of a GPU's memory, that fragments kept by ``decode="auto"`` leave free: each layer is prepared before caches and workspaces."""
+_SPARE_SHARE = 0.5
+"""Of a GPU's memory, that fragments kept by ``decode="auto"`` leave free: a call knows nothing of layers, caches and workspaces
+that are still to come."""
 
 
 class Activation(NamedTuple):
@@ -165,8 +166,8 @@ def prepare_experts(
         gate_up_blocks: how (128, 128) blocks of gate and up were counted, where the shape of their scales does not tell.
         transposed: FP8 weights are (E, K, N), each of which gets a K-major copy; scales have the shapes above all the same.
         decode: what a forward of few tokens reads of FP4 weights. "fp8": the folded copy, as one of many tokens does. "fp4": FP4
-            fragments kept beside it, about half of its bytes. "auto": fragments if their kernel can read the scales and a quarter
-            of the GPU's memory stays free; on a CPU always. ``Experts.decodes_fp4`` says which it is.
+            fragments kept beside it, about half of its bytes. "auto": fragments if their kernel can read the scales and half
+            of the GPU's memory stays free. ``Experts.decodes_fp4`` says which it is.
 
     Returns:
         What ``fp8_experts`` takes.
@@ -202,7 +203,7 @@ def prepare_experts(
         _check_decode(decode, stacks, plans)
         apart = (gate_up_blocks == "apart" and gated, False)
         projections = [_projection(stack, plan, halves) for stack, plan, halves in zip(stacks, plans, apart, strict=True)]
-        if _keeps_fragments(decode, stacks, plans):
+        if _keeps_fragments(decode, stacks, plans, projections):
             projections = [_with_fragments(*each) for each in zip(projections, stacks, strict=True)]
     return Experts(projections[0], projections[1], gated, function)
 
@@ -241,7 +242,7 @@ def _check_words(**given: tuple[object, tuple[str, ...]]) -> None:
     faults = [
         f"{name} = {value!r} must be " + " or ".join(map(repr, words))
         for name, (value, words) in given.items()
-        if value not in words
+        if not (isinstance(value, str) and value in words)
     ]
     if faults:
         raise OperandError(operation=OPERATION, faults=faults)
@@ -264,20 +265,31 @@ def _check_decode(decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp4.F
             )
 
 
-def _keeps_fragments(decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp4.Fold | None]) -> bool:
+def _keeps_fragments(
+    decode: Decode, stacks: Sequence[Stack], plans: Sequence[fp4.Fold | None], projections: Sequence[Projection]
+) -> bool:
     """Return whether FP4 weights are kept as fragments beside the folded copy, which is there already."""
+    # Beside a scale per row no tile has few tokens: nothing would read fragments.
+    are_read = all(projection.scale_kind == "block" for projection in projections)
+    if decode == "fp4" and not are_read:
+        kinds = " and ".join(f"{s.name} has a scale per {p.scale_kind}" for s, p in zip(stacks, projections, strict=True))
+        raise OperandError(operation=OPERATION, faults=[f"decode = 'fp4' needs a scale per block or FP4 in both, and {kinds}"])
     if decode != "auto":
         return decode == "fp4"
+    device = stacks[0].weight.device
+    if device.type != "cuda" or not are_read or not any(plans):
+        return False
     if any(plan is not None and fp4.try_beyond_fragments(plan) is not None for plan in plans):
         return False
-    device = stacks[0].weight.device
-    if device.type != "cuda":
-        return True
     shapes = [fp4.fragments_shape(s.shape.count, s.shape.n, s.shape.k) for s in stacks if s.block == FP4_BLOCK]
-    # What torch has cached is as good as free.
+    return leaves_free(device, sum(math.prod(shape) for shape in shapes), _SPARE_SHARE)
+
+
+def leaves_free(device: torch.device, needed_bytes: int, share: float) -> bool:
+    """Return whether a share of a GPU's memory stays free when so much more is taken; what torch has cached counts as free."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
-    return free + cached - sum(math.prod(shape) for shape in shapes) >= _SPARE_SHARE * total
+    return free + cached - needed_bytes >= share * total
 
 
 def _with_fragments(projection: Projection, stack: Stack) -> Projection:

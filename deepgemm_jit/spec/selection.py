@@ -86,7 +86,7 @@ _FEW_ROWS = 64
 
 MOST_FP4_ROWS = 32
 """Of a group that has any, with padding, up to which FP4 weights are worth unpacking. On an H200 a forward of 32 DeepSeek-V3
-experts takes 0.73 of the time with folded ones at 24 rows, 1.13 at 40."""
+experts took 0.73 of the time with folded ones at 24 rows, 1.13 at 40 (bench/notes.md)."""
 
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch import nn
 from transformers.integrations import finegrained_fp8 as fp8
 
 from deepgemm_jit import ops
-from deepgemm_jit.errors import UnsupportedError
+from deepgemm_jit.errors import OperandError, UnsupportedError
 from deepgemm_jit.integrations import experts, prepared
 from deepgemm_jit.integrations import transformers as integration
 from deepgemm_jit.integrations.experts import prepared_experts
@@ -52,13 +53,67 @@ def module(registered: None) -> nn.Module:
 
 
 def test_weights_are_prepared_once_and_their_bytes_are_told(module: nn.Module, calls: list[Experts]) -> None:
-    added_bytes = integration.prepare(module)
+    added_bytes = integration.prepare(module, decode="fp4")
     kept = prepared_once(module, calls)
     made = [part for each in (kept.gate_up, kept.down) for part in (each.weight, each.scale, each.fragments)]
     assert kept.decodes_fp4
     assert added_bytes == sum(tensor.nbytes for tensor in made if tensor is not None) > 0
     assert integration.prepare(module) == added_bytes
     assert prepared_once(module, calls).down.weight is kept.down.weight
+
+
+def test_a_first_forward_keeps_no_fragments_and_a_later_preparation_adds_them(module: nn.Module, calls: list[Experts]) -> None:
+    lazily = prepared_once(module, calls)
+    assert not lazily.decodes_fp4
+    less = integration.prepare(module, decode="fp8")
+    more = integration.prepare(module, decode="fp4")
+    kept = prepared_once(module, calls)
+    assert kept.decodes_fp4 and kept.down.weight is lazily.down.weight
+    assert more - less == sum(each.fragments.nbytes for each in (kept.gate_up, kept.down))
+
+
+@pytest.mark.parametrize("decode", ["fp5", None, ["fp4"]])
+def test_another_word_is_refused_and_nothing_is_prepared(decode: Any, module: nn.Module) -> None:
+    with pytest.raises(OperandError, match="must be 'auto', 'fp4' or 'fp8'"):
+        integration.prepare(module, decode=decode)
+    assert prepared.try_kept(module) is None
+
+
+@pytest.mark.parametrize(("more_bytes", "keeps"), [(0, True), (1, False)])
+def test_a_model_keeps_fragments_where_all_of_them_leave_a_quarter_of_the_gpu(
+    more_bytes: int, keeps: bool, module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded, fragments = experts.bytes_to_prepare(module)
+    experts.prepare(module)
+    assert experts.bytes_to_prepare(module) == (0, fragments)
+    experts.prepare(module, fragments=True)
+    assert experts.bytes_to_prepare(module) == (0, 0)
+    kept = prepared.try_kept(module)
+    assert folded == kept.gate_up.weight.nbytes + kept.down.weight.nbytes
+    assert fragments == kept.gate_up.fragments.nbytes + kept.down.fragments.nbytes
+
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    layers = [SimpleNamespace(down_proj=SimpleNamespace(device=device)) for device in gpus]
+    monkeypatch.setattr(experts, "bytes_to_prepare", lambda _layer: (folded, fragments))
+    free = {gpus[0]: 2 * (folded + fragments) + 256 - more_bytes, gpus[2]: 0}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 1024))
+    assert integration._with_room(layers) == ({gpus[0]} if keeps else set())
+
+
+def test_scales_that_fragments_cannot_hold_are_folded_or_refused(module: nn.Module) -> None:
+    def load_large_scales() -> None:
+        with torch.no_grad():
+            module.down_proj_scale_inv.fill_(2.0 ** (fp4.MAX_FRAGMENT_EXPONENT + 1))
+
+    integration.prepare(module, decode="fp4")
+    load_large_scales()
+    with pytest.raises(UnsupportedError, match="where fragments are kept"):
+        integration.prepare(module)
+    prepared.forget(module)
+    integration.prepare(module, decode="fp4")
+    assert prepared.try_kept(module).down.fragments is None
 
 
 def _load(module: nn.Module) -> None:
@@ -71,12 +126,9 @@ def _load_in_place(module: nn.Module) -> None:
         module.down_proj.copy_(peers.fp8_experts(fp4=True).down_proj)
 
 
-def test_fragments_that_a_graph_may_read_are_made_anew_whatever_memory_is_free(
-    module: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    integration.prepare(module)
+def test_fragments_that_a_graph_may_read_are_made_anew_in_any_case(module: nn.Module) -> None:
+    integration.prepare(module, decode="fp4")
     before = prepared.try_kept(module).down.fragments
-    monkeypatch.setattr("deepgemm_jit.ops.weights._keeps_fragments", lambda decode, *_: decode == "fp4")
     _load_in_place(module)
     integration.prepare(module)
     kept = prepared.try_kept(module).down.fragments

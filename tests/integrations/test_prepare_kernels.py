@@ -76,6 +76,7 @@ def test_what_the_experts_forward_selects_is_in_what_its_module_needs(scheme: st
     module = peers.fp8_experts(**SCHEMES[scheme])
     needed = problems.kernels_for([problems.experts_needs(module, MAX_TOKENS)], "sm_90a", SMS)
     assert {ROUTE, GATHER, ACTIVATE, COMBINE} < families(needed)
+    experts.prepare(module, fragments=True)
     given = experts.prepared_experts(module)
     kinds = [given.gate_up.scale_kind, given.down.scale_kind]
     for projection in (given.gate_up, given.down):

@@ -238,10 +238,10 @@ def test_transposed_fp4_is_refused() -> None:
 # --- what a forward of few tokens reads
 
 
-@pytest.mark.parametrize("decode", ["auto", "fp4"])
-def test_fragments_are_kept_beside_the_folded_copy(decode: Decode) -> None:
+def test_fragments_are_kept_beside_the_folded_copy() -> None:
     codes, scale = random_codes(2, 288, 208), as_form(spanning(2, 288, 208, 100, 3), "uint8")
-    experts = prepare(codes, scale, decode)
+    experts = prepare(codes, scale, "fp4")
+    assert not prepare(codes, scale, "auto").decodes_fp4  # on a CPU, where no forward reads them
     folded_only = prepare(codes, scale, "fp8")
     fragments = experts.gate_up.fragments
     assert fragments is not None and torch.equal(fragments, fp4.pack_fragments(pack(codes), scale))
@@ -269,6 +269,17 @@ def test_fp8_weights_have_no_fragments() -> None:
         ops.prepare_experts(*weights, *scales, decode="fp4")
 
 
+def test_fragments_that_nothing_would_read_are_refused() -> None:
+    codes, scale = random_codes(1, 32, 64), as_form(spanning(1, 32, 64, 100, 3), "uint8")
+    down, down_scale = torch.ones((1, 64, 16)).to(torch.float8_e4m3fn), torch.ones((1, 64, 1))
+    given = pack(codes), down, scale, down_scale
+    assert not ops.prepare_experts(*given, block_size=(1, 128)).decodes_fp4
+    with pytest.raises(
+        OperandError, match="needs a scale per block or FP4 in both, and gate_up .* per block and down .* per row"
+    ):
+        ops.prepare_experts(*given, block_size=(1, 128), decode="fp4")
+
+
 def test_every_wrong_word_is_listed_at_once() -> None:
     packed = torch.zeros((1, 32, 8), dtype=torch.int8)
     with pytest.raises(OperandError) as caught:
@@ -287,7 +298,7 @@ def test_every_wrong_word_is_listed_at_once() -> None:
     [(1, {FP4_GEMM_SWAP_AB}), (8, {FP4_GEMM_SWAP_AB}), (128, {FP4_GEMM_SWAP_AB}), (4096, {FP8_GEMM, FP8_GEMM_SWAP_AB})],
 )
 def test_fragments_are_read_while_the_rows_of_an_expert_are_few(pairs: int, families: set[str]) -> None:
-    experts = prepare(random_codes(32, 256, 128), torch.ones((32, 256, 4)))
+    experts = prepare(random_codes(32, 256, 128), torch.ones((32, 256, 4)), "fp4")
     up = experts.gate_up
     kept = half_for(up.weight, up.scale, None, pairs, False, False, True, up.fragments)
     folded_only = half_for(up.weight, up.scale, None, pairs, False, False, True)

@@ -239,6 +239,11 @@ struct Fp4GemmSwapAb {
             const float2* a_scales = reinterpret_cast<const float2*>(self.scales + ring.stage * kBytesScales);
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
             Scales scales;
+#pragma unroll
+            for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
+                const float2 a = a_scales[chunk * 4];
+                scales[chunk] = {a.x * kRest, a.y * kRest};
+            }
             begin(0, registers, halves, tokens);
 #pragma unroll
             for (uint32_t step = 1; step < kSteps; ++step) {
@@ -246,9 +251,6 @@ struct Fp4GemmSwapAb {
                 products_wait<1>();
                 add(step - 1, registers, powers, block);
             }
-            // They arrive while the last products run: nothing of a stage is still being read when it is given back.
-#pragma unroll
-            for (uint32_t chunk = 0; chunk < kChunks; ++chunk) scales[chunk] = a_scales[chunk * 4];
             products_wait<0>();
             add(kSteps - 1, registers, powers, block);
             promote(scales, block, totals);
@@ -282,7 +284,7 @@ struct Fp4GemmSwapAb {
                 const uint32_t row = chunk * kRowsAtOnce;
                 const uint32_t i = chunk * 4;
                 if (row < tile.row_end - tile.row)
-                    store_columns(totals[i] * kRest, totals[i + 1] * kRest, totals[i + 2] * kRest, totals[i + 3] * kRest, strip,
+                    store_columns(totals[i], totals[i + 1], totals[i + 2], totals[i + 3], strip,
                                   corner + row * arguments.d.row_stride, arguments.d.row_stride, tile.row_end - tile.row - row,
                                   arguments.shape.n - column);
             }

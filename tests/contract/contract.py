@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from contract.sass import FROM_REGISTERS, MOVED_DESCRIPTORS
+from contract.sass import FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS
 
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
@@ -50,6 +50,8 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
         **_roles(consumers),
         **_output(waves * block_n),
         **_UNIFORM,
+        # Those of the next stage, in the loop with two sums; or B scales per row, which a fence follows.
+        LOADS_AT_ARRIVALS: int(row_scales or (overlaps and block_n > 16)),
     }
 
 
@@ -111,9 +113,9 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
     }
 
 
-# Descriptors are made in uniform registers: moving them there costs each product more than it takes.
-# And each GEMM waits once for the kernels before it.
-_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1}
+# Descriptors are made in uniform registers: moving them there costs each product more than it takes. Each GEMM waits once for the
+# kernels before it, and gives no stage back from which it still loads.
+_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1, LOADS_AT_ARRIVALS: 0}
 
 
 def _roles(consumers: int) -> dict[str, int]:

@@ -19,8 +19,12 @@ FROM_REGISTERS = "products with A in registers"
 # "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A lies in shared memory, it has none.
 _FROM_REGISTERS = re.compile(r"GMMA[\w.]*\s+R\d+, R\d+, gdesc")
 
+LOADS_AT_ARRIVALS = "LDS under way at an arrival"
+"""Arrivals at shared-memory barriers in front of which nothing has waited for a load from shared memory."""
+
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
+_ENCODED = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* (0x[0-9a-f]{16}) \*/", re.MULTILINE)
 
 
 def try_nvdisasm() -> Path | None:
@@ -37,7 +41,9 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
-        listing = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True, timeout=120).stdout
+        listing = subprocess.run(
+            [nvdisasm, "-c", "-hex", file.name], capture_output=True, text=True, check=True, timeout=120
+        ).stdout
     listed = _INSTRUCTION.findall(listing)
     if "EXIT" not in listed:
         raise ValueError(f"nvdisasm listed no kernel:\n{listing[:500]}")
@@ -46,4 +52,22 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
     if products:
         found[FROM_REGISTERS] = len(_FROM_REGISTERS.findall(listing))
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
+        found[LOADS_AT_ARRIVALS] = _loads_at_arrivals(listing)
+    return found
+
+
+def _loads_at_arrivals(listing: str) -> int:
+    # The upper word has a scoreboard's number for what the instruction will write, and a mask of those that it waits for.
+    under_way: set[int] = set()
+    found = 0
+    for instruction, word in _ENCODED.findall(listing):
+        control = int(word, 16) >> 41
+        written, awaited = control >> 5 & 7, control >> 11 & 63
+        under_way -= {number for number in range(6) if awaited >> number & 1}
+        if "SYNCS.ARRIVE" in instruction:
+            found += bool(under_way)
+        elif "LDS" in instruction and written < 6:
+            under_way.add(written)
+        elif instruction.startswith("BRA"):  # what follows is reached from elsewhere
+            under_way = set()
     return found

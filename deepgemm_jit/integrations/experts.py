@@ -135,12 +135,17 @@ def prepare(module: Any, *, fragments: bool = False) -> int:
     return prepared.added_bytes(prepared.value_for(module, partial(_make, fragments=fragments), again=again))
 
 
+def is_prepared(module: Any) -> bool:
+    """Return whether a module was prepared, of whatever its parameters were then: a captured graph may read that."""
+    return prepared.try_kept(module) is not None
+
+
 def bytes_to_prepare(module: Any) -> tuple[int, int]:
-    """Return the bytes that preparing an experts module takes yet, of FP4 weights, and those that their fragments take beside."""
-    if not is_fp8(module) or _has_fragments(module):
+    """Return the bytes that folding the FP4 weights of an experts module takes, and those that their fragments take beside."""
+    if not is_fp8(module):
         return 0, 0
     shapes = [tuple(weight.shape) for weight in _weights(module) if weight.dtype == torch.int8]
-    folded = 0 if isinstance(prepared.try_kept(module), _Fp8) else sum(2 * math.prod(shape) for shape in shapes)
+    folded = sum(2 * math.prod(shape) for shape in shapes)
     return folded, sum(math.prod(fp4.fragments_shape(count, n, 2 * k_bytes)) for count, n, k_bytes in shapes)
 
 

@@ -81,8 +81,8 @@ def prepare(model: nn.Module, *, decode: Decode = "auto") -> int:
     Args:
         model: its experts are prepared where their configuration names this implementation, its linears where accelerated.
         decode: what forwards of few tokens read of FP4 experts. "fp8": the folded copy, as those of many tokens, and as without
-            this call. "fp4": fragments kept beside it, about half of its bytes. "auto": fragments on each GPU of which a quarter
-            stays free when all of the model that lies there is prepared; the log says so.
+            this call. "fp4": fragments kept beside it, about half of its bytes. "auto": fragments of experts that were never
+            prepared, on each GPU of which a quarter stays free when all of them that lie there are; the log says so.
 
     Returns:
         The bytes of device memory that the preparations hold beside the parameters.
@@ -93,13 +93,14 @@ def prepare(model: nn.Module, *, decode: Decode = "auto") -> int:
     """
     if not (isinstance(decode, str) and decode in ("auto", "fp4", "fp8")):
         raise OperandError(operation="prepare", faults=[f"decode = {shown(decode)} must be 'auto', 'fp4' or 'fp8'"])
-    ours = [module for module in model.modules() if _runs_our_experts(module)]
-    devices = {module.down_proj.device for module in ours}
-    keeping = _with_room(ours) if decode == "auto" else devices if decode == "fp4" else set()
+    # What was prepared stays of its kind if nobody says otherwise: a captured graph reads it, and shall give the bits of a call.
+    new = [module for module in model.modules() if _runs_our_experts(module) and not experts.is_prepared(module)]
+    roomy = _with_room(new) if decode == "auto" else set()
+    keeping = {id(module) for module in new if module.down_proj.device in roomy}
     added_bytes = 0
     for module in model.modules():
         if _runs_our_experts(module):
-            added_bytes += experts.prepare(module, fragments=module.down_proj.device in keeping)
+            added_bytes += experts.prepare(module, fragments=decode == "fp4" or id(module) in keeping)
         elif linears.is_replaced(module):
             added_bytes += linears.prepare(module)
     return added_bytes

@@ -12,6 +12,7 @@ from deepgemm_jit.spec.cost import Load, Option
 from deepgemm_jit.spec.kernel import KernelSpec
 from deepgemm_jit.spec.problem import GemmProblem, limits_of
 from deepgemm_jit.spec.selection import (
+    EXACT_ROWS,
     MOST_ROWS,
     ROWS_STEP,
     Weighed,
@@ -60,9 +61,9 @@ def try_gap(problem: GemmProblem, planned: Collection[KernelSpec], max_m: int, a
 
 def intervals(seen: Weighed, max_m: int) -> list[tuple[int, int]]:
     """Return the first and last M of the intervals in which selection looks at the same: they end where a tile is full."""
-    firsts = {1, *range(ROWS_STEP + 1, MOST_ROWS, seen.rows_step)}
+    firsts = {1, *range(EXACT_ROWS + 1, MOST_ROWS, ROWS_STEP)}
     for option, fewest, most in seen.options:
-        full = range((fewest - 1) // option.block_m * option.block_m + 1, min(most, ROWS_STEP) + 1, option.block_m)
+        full = range((fewest - 1) // option.block_m * option.block_m + 1, min(most, EXACT_ROWS) + 1, option.block_m)
         firsts |= {fewest, most + 1, *full}
     starts = sorted(m for m in firsts if 1 <= m <= max_m)
     return list(zip(starts, [*(m - 1 for m in starts[1:]), max_m], strict=True))
@@ -85,7 +86,7 @@ def _first_gap(seen: Weighed, planned: frozenset[KernelSpec], arch_sms: tuple[in
         return None  # selection has nothing else to give
     for first, last in intervals(seen, MOST_ROWS):
         at_first = looked_at(seen, first)
-        fewest_rows, most_rows = (counted_rows(m, seen.rows_step) for m in (first, last))
+        fewest_rows, most_rows = (counted_rows(m) for m in (first, last))
         between = [option for option, fewest, most in seen.options if fewest <= most_rows and fewest_rows <= most]
         if at_first != looked_at(seen, last) or between != [option for option, _load in at_first]:
             return Gap(first, f"selection changes between M = {first} and {last}, where it was taken to be the same")

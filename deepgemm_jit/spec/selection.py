@@ -91,16 +91,17 @@ experts took 0.73 of the time with folded ones at 24 rows, 1.13 at 40 (bench/not
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
 
-ROWS_STEP = 8192
-_SCATTERED_STEP = 1024
-MOST_ROWS = 16 * ROWS_STEP
-"""Above the step rows count as its next multiple, and above the most as the most: many waves, whose last one matters little."""
+EXACT_ROWS = 8192
+ROWS_STEP = 1024
+MOST_ROWS = 16 * EXACT_ROWS
+"""Rows that are more than counted exactly count as the next multiple of the step, and above the most as the most: of many waves
+the last one matters little."""
 
 
-def counted_rows(m: int, step: int) -> int:
+def counted_rows(m: int) -> int:
     """Return what M counts as; never falls as M grows."""
     rows = max(m, 1)
-    return rows if rows <= ROWS_STEP else min(-(-rows // step) * step, MOST_ROWS)
+    return rows if rows <= EXACT_ROWS else min(-(-rows // ROWS_STEP) * ROWS_STEP, MOST_ROWS)
 
 
 @cache
@@ -114,11 +115,6 @@ class Weighed(NamedTuple):
     work: Work
     options: tuple[tuple[Option, int, int], ...]
     """Each with the fewest and most rows for which it is looked at."""
-
-    @property
-    def rows_step(self) -> int:
-        """Multiples as which rows count above :data:`ROWS_STEP`: small where they are those of many groups."""
-        return _SCATTERED_STEP if self.work.scattered else ROWS_STEP
 
 
 def weighed(problem: GemmProblem, arch: str) -> Weighed:
@@ -159,7 +155,7 @@ def _options(
 
 def looked_at(seen: Weighed, m: int) -> list[tuple[Option, Load]]:
     """Return the options that M allows, each with what it costs; M shows in nothing else that selection looks at."""
-    rows = counted_rows(m, seen.rows_step)
+    rows = counted_rows(m)
     return [(option, option.load(seen.work, rows)) for option, fewest, most in seen.options if fewest <= rows <= most]
 
 

@@ -65,7 +65,7 @@ def test_weights_are_prepared_once_and_their_bytes_are_told(module: nn.Module, c
 def test_a_first_forward_keeps_no_fragments_and_a_later_preparation_adds_them(module: nn.Module, calls: list[Experts]) -> None:
     lazily = prepared_once(module, calls)
     assert not lazily.decodes_fp4
-    less = integration.prepare(module, decode="fp8")
+    less = integration.prepare(module)
     more = integration.prepare(module, decode="fp4")
     kept = prepared_once(module, calls)
     assert kept.decodes_fp4 and kept.down.weight is lazily.down.weight
@@ -84,10 +84,7 @@ def test_a_model_keeps_fragments_where_all_of_them_leave_a_quarter_of_the_gpu(
     more_bytes: int, keeps: bool, module: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folded, fragments = experts.bytes_to_prepare(module)
-    experts.prepare(module)
-    assert experts.bytes_to_prepare(module) == (0, fragments)
     experts.prepare(module, fragments=True)
-    assert experts.bytes_to_prepare(module) == (0, 0)
     kept = prepared.try_kept(module)
     assert folded == kept.gate_up.weight.nbytes + kept.down.weight.nbytes
     assert fragments == kept.gate_up.fragments.nbytes + kept.down.fragments.nbytes

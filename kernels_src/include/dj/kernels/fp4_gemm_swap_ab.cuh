@@ -169,18 +169,16 @@ struct Fp4GemmSwapAb {
     struct Registers {
         Values sums[2][kAtOnce];
         Weights weights[2][kAtOnce];
-        uint4 words;  // of two groups
     };
 
     // Begins the products of one step.
-    __device__ static void begin(uint32_t step, Registers& registers, const uint4* halves, uint64_t tokens) {
+    __device__ static void begin(uint32_t step, Registers& registers, const uint4 (&words)[2], uint64_t tokens) {
         Values(&sums)[kAtOnce] = registers.sums[step % 2];
         Weights(&weights)[kAtOnce] = registers.weights[step % 2];
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t group = step * kAtOnce + i;
-            if (group % 2 == 0) registers.words = halves[group / 2 * kWarpgroup];
-            const uint4& pair = registers.words;
+            const uint4& pair = words[group / 2];
             unpack(group % 2 == 0 ? pair.x : pair.z, weights[i][0], weights[i][1]);
             unpack(group % 2 == 0 ? pair.y : pair.w, weights[i][2], weights[i][3]);
             hold(weights[i]);
@@ -235,6 +233,7 @@ struct Fp4GemmSwapAb {
         for (uint32_t i = 0; i < k_blocks; ++i, ring.advance()) {
             barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
             const uint4* halves = reinterpret_cast<const uint4*>(self.words + ring.stage * kBytesB);
+            const uint4 words[2] = {halves[0], halves[kWarpgroup]};
             const Powers powers = *reinterpret_cast<const Powers*>(self.powers + ring.stage * kBytesB);
             const float2* a_scales = reinterpret_cast<const float2*>(self.scales + ring.stage * kBytesScales);
             const uint64_t tokens = descriptor(self.base + ring.stage * kBytesA);
@@ -244,10 +243,10 @@ struct Fp4GemmSwapAb {
                 const float2 a = a_scales[chunk * 4];
                 scales[chunk] = {a.x * kRest, a.y * kRest};
             }
-            begin(0, registers, halves, tokens);
+            begin(0, registers, words, tokens);
 #pragma unroll
             for (uint32_t step = 1; step < kSteps; ++step) {
-                begin(step, registers, halves, tokens);
+                begin(step, registers, words, tokens);
                 products_wait<1>();
                 add(step - 1, registers, powers, block);
             }

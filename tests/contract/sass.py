@@ -19,11 +19,14 @@ FROM_REGISTERS = "products with A in registers"
 # "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A lies in shared memory, it has none.
 _FROM_REGISTERS = re.compile(r"GMMA[\w.]*\s+R\d+, R\d+, gdesc")
 
+MOVED_LOADS = "R2UR behind LDG"
+"""Loads from memory whose value is moved to a uniform register by the next instruction, which waits for it."""
 LOADS_AT_ARRIVALS = "LDS under way at an arrival"
 """Arrivals at shared-memory barriers in front of which nothing has waited for a load from shared memory."""
 
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
+_MOVED_LOAD = re.compile(r"\bLDG\.\S+ (R\d+), [^\n]*\n[^\n]*\n[^\n]*\bR2UR UR\d+, \1\b")
 _ENCODED = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* (0x[0-9a-f]{16}) \*/", re.MULTILINE)
 
 
@@ -53,6 +56,7 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
         found[FROM_REGISTERS] = len(_FROM_REGISTERS.findall(listing))
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
         found[LOADS_AT_ARRIVALS] = _loads_at_arrivals(listing)
+        found[MOVED_LOADS] = len(_MOVED_LOAD.findall(listing))
     return found
 
 

@@ -163,19 +163,27 @@ class TileScheduler {
         row_block = band * kBand + within - column_block * height;
     }
 
-    // Places the next tile where rows list their groups, which are in memory, hundreds of cycles away.
+    // Asks for the group of the next tile where rows list them: it is in memory, hundreds of cycles away.
     __device__ void look_ahead() {
-        if (shape_.counts_rows() || next_ >= row_blocks_ * columns()) return;
+        if (shape_.layout != kContiguous || next_ >= row_blocks_ * columns()) return;
         place(next_, row_blocks_, row_block_, column_block_);
-        if (shape_.layout == kContiguous) group_ = static_cast<uint32_t>(load(shape_.group_data + row_block_ * kBlockM));
+        // Lane 0 has it; the others read along, or the compiler would move what is the same for all to a uniform register at once, and
+        // wait for it there.
+        const uint32_t row = row_block_ * kBlockM;
+        listed_group_ = load(shape_.group_data + row + (lane_id() < shape_.m - row ? lane_id() : 0));
     }
 
-    __device__ void place_listed(Tile& tile) const {
+    __device__ void place_listed(Tile& tile) {
+        tile.group = 0;
+        if (shape_.layout == kContiguous) {
+            tile.group = warp_uniform(static_cast<uint32_t>(listed_group_));
+        } else {
+            place(next_, row_blocks_, row_block_, column_block_);
+        }
         tile.row = row_block_ * kBlockM;
         tile.row_end = shape_.m;
         tile.column = column_block_ * kBlockN;
         tile.a_group = 0;
-        tile.group = shape_.layout == kContiguous ? warp_uniform(group_) : 0;
     }
 
     __device__ void place_counted(Tile& tile) {
@@ -197,10 +205,11 @@ class TileScheduler {
     uint32_t row_blocks_;
     uint32_t next_;
     uint32_t stride_;
-    uint32_t group_ = 0;  // of the last tile where groups are counted, of the next one where rows list them
-    // Of the next tile, where groups are not counted.
+    uint32_t group_ = 0;  // of the last tile, where groups are counted
+    // Of the next tile, where rows list them.
     uint32_t row_block_ = 0;
     uint32_t column_block_ = 0;
+    int32_t listed_group_ = 0;
 };
 
 }  // namespace dj

@@ -136,7 +136,8 @@ def prepare(module: Any, *, fragments: bool = False) -> int:
 
 
 def is_prepared(module: Any) -> bool:
-    """Return whether a module was prepared, of whatever its parameters were then: a captured graph may read that."""
+    """Return whether a module was prepared where it lies, of whatever its parameters were: a captured graph may read that."""
+    prepared.forget_if_elsewhere(module)
     return prepared.try_kept(module) is not None
 
 
@@ -161,8 +162,8 @@ def _has_fragments(module: Any) -> bool:
 
 def _holds_fragments(module: Any) -> bool:
     """Return whether a module has FP4 weights whose scales fragments hold. Waits for the device."""
-    if not is_fp8(module) or all(weight.dtype != torch.int8 for weight in _weights(module)):
-        return False
+    if not is_fp8(module) or all(weight.dtype != torch.int8 for weight in _weights(module)) or module.down_proj.is_meta:
+        return False  # what is on no device is refused by the operation
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
     return all(fp4.fit_fragments(prepared.wide(prepared.local(getattr(module, f"{name}_scale_inv")))) for name in names)
 

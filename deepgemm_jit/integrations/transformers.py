@@ -80,9 +80,10 @@ def prepare(model: nn.Module, *, decode: Decode = "auto") -> int:
 
     Args:
         model: its experts are prepared where their configuration names this implementation, its linears where accelerated.
-        decode: what forwards of few tokens read of FP4 experts. "fp8": the folded copy, as those of many tokens, and as without
-            this call. "fp4": fragments kept beside it, about half of its bytes. "auto": fragments of experts that were never
-            prepared, on each GPU of which a quarter stays free when all of them that lie there are; the log says so.
+        decode: what forwards of few tokens read of FP4 experts; it says nothing of others. "fp8": the folded copy, as those of
+            many tokens, and as without this call. "fp4": fragments kept beside it, about half of its bytes, unless their kernel
+            cannot read the scales. "auto": fragments of FP4 experts that were never prepared, on each GPU of which a quarter
+            stays free with their folded copies and fragments; the log says so. Fragments once made stay, whatever is said later.
 
     Returns:
         The bytes of device memory that the preparations hold beside the parameters.

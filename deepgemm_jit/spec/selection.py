@@ -92,10 +92,11 @@ _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
 
 EXACT_ROWS = 8192
+"""Rows up to which each count is told apart."""
 ROWS_STEP = 1024
+"""Above, rows count as the next multiple of it."""
 MOST_ROWS = 16 * EXACT_ROWS
-"""Rows that are more than counted exactly count as the next multiple of the step, and above the most as the most: of many waves
-the last one matters little."""
+"""And never as more: of many waves the last one matters little."""
 
 
 def counted_rows(m: int) -> int:

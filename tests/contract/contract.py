@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from contract.sass import FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS, MOVED_LOADS
+from contract.sass import AWAITED_LOADS, FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS
 
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
@@ -115,7 +115,7 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
 
 # Descriptors are made in uniform registers: moving them there costs each product more than it takes. Each GEMM waits once for the
 # kernels before it, gives no stage back from which it still loads, and waits for the group of a tile when it takes the tile.
-_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1, LOADS_AT_ARRIVALS: 0, MOVED_LOADS: 0}
+_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1, LOADS_AT_ARRIVALS: 0, AWAITED_LOADS: 0}
 
 
 def _roles(consumers: int) -> dict[str, int]:

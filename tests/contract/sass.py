@@ -19,14 +19,15 @@ FROM_REGISTERS = "products with A in registers"
 # "QGMMA.64x16x32.F32.E4M3.E4M3 R48, R56, gdesc[UR4], RZ, !UPT": sums, A, B; where A lies in shared memory, it has none.
 _FROM_REGISTERS = re.compile(r"GMMA[\w.]*\s+R\d+, R\d+, gdesc")
 
-MOVED_LOADS = "R2UR behind LDG"
-"""Loads from memory whose value is moved to a uniform register by the next instruction, which waits for it."""
+AWAITED_LOADS = "LDG awaited where it stands"
+"""Loads of what other kernels wrote (group data) whose value a move or a broadcast waits for within a few instructions."""
+_FEW_INSTRUCTIONS = 16
 LOADS_AT_ARRIVALS = "LDS under way at an arrival"
 """Arrivals at shared-memory barriers in front of which nothing has waited for a load from shared memory."""
 
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
-_MOVED_LOAD = re.compile(r"\bLDG\.\S+ (R\d+), [^\n]*\n[^\n]*\n[^\n]*\bR2UR UR\d+, \1\b")
+_STRONG_LOAD = re.compile(r"\bLDG\.E\.STRONG\.\w+ (R\d+),")
 _ENCODED = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* (0x[0-9a-f]{16}) \*/", re.MULTILINE)
 
 
@@ -56,7 +57,18 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
         found[FROM_REGISTERS] = len(_FROM_REGISTERS.findall(listing))
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
         found[LOADS_AT_ARRIVALS] = _loads_at_arrivals(listing)
-        found[MOVED_LOADS] = len(_MOVED_LOAD.findall(listing))
+        found[AWAITED_LOADS] = _awaited_loads(listing)
+    return found
+
+
+def _awaited_loads(listing: str) -> int:
+    instructions = [instruction for instruction, _word in _ENCODED.findall(listing)]
+    found = 0
+    for place, instruction in enumerate(instructions):
+        loaded = _STRONG_LOAD.search(instruction)
+        if loaded:
+            waits = re.compile(rf"\b(?:R2UR|SHFL)\b.*\b{loaded[1]}\b")
+            found += any(waits.search(later) for later in instructions[place + 1 : place + 1 + _FEW_INSTRUCTIONS])
     return found
 
 

@@ -56,6 +56,18 @@ MUTATIONS = {
         ["12 QGMMA"],
     ),
     "a load missing": (_spec(FP8_GEMM, 128, 128), r"load_box\([^;]*scales[^;]*;", "", ["3 UTMALDG"]),
+    "a group the compiler sees through": (
+        _spec(FP8_GEMM, 128, 128),
+        r"row \+ \(lane_id\(\) < shape_\.m - row \? lane_id\(\) : 0\)",
+        "row",
+        ["LDG awaited"],
+    ),
+    "a group broadcast at once": (
+        _spec(FP8_GEMM, 128, 128),
+        r"listed_group_ = (load\(.*\));",
+        r"listed_group_ = static_cast<int32_t>(warp_uniform(static_cast<uint32_t>(\1)));",
+        ["LDG awaited"],
+    ),
     "no launch bound": (_spec(FP8_GEMM, 128, 128), r"__launch_bounds__\([^)]*\)", "", ["registers, at most 168", "C7508"]),
     "narrow loads": (
         _spec(CAST_TO_FP8),

@@ -99,6 +99,34 @@ def test_a_model_keeps_fragments_where_all_of_them_leave_a_quarter_of_the_gpu(
     assert integration._with_room(layers) == ({gpus[0]} if keeps else set())
 
 
+@pytest.mark.parametrize(
+    ("first", "decode", "keeps"),
+    [(None, "auto", True), (None, "fp8", False), ("fp8", "auto", False), ("fp4", "auto", True), ("fp4", "fp8", True)],
+)
+def test_auto_decides_on_what_was_never_prepared(
+    first: Any, decode: Any, keeps: bool, module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "_with_room", lambda modules: {each.down_proj.device for each in modules})
+    if first is not None:
+        integration.prepare(module, decode=first)
+    integration.prepare(module, decode=decode)
+    assert (prepared.try_kept(module).down.fragments is not None) is keeps
+
+
+def test_auto_decides_anew_on_what_was_moved(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "_with_room", lambda modules: {each.down_proj.device for each in modules})
+    integration.prepare(module, decode="fp8")
+    monkeypatch.setattr(Prepared, "is_elsewhere", lambda *_: True)
+    integration.prepare(module)
+    assert prepared.try_kept(module).down.fragments is not None
+
+
+def test_weights_on_no_device_are_refused_whatever_is_to_be_kept(module: nn.Module) -> None:
+    module.to("meta")
+    with pytest.raises(OperandError):
+        integration.prepare(module, decode="fp4")
+
+
 def test_scales_that_fragments_cannot_hold_are_folded_or_refused(module: nn.Module) -> None:
     def load_large_scales() -> None:
         with torch.no_grad():

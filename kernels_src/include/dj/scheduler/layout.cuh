@@ -12,8 +12,8 @@ constexpr uint32_t kMasked = 3;      // group_data[group] = rows used of the gro
 
 constexpr uint32_t kMaxGroups = 512;  // spec.kernel_set.MAX_GROUPS
 
-// No load of the kind that takes memory for unchanging: in a dependent launch the kernel that writes it may still have run when this
-// one started.
+// No load of the kind that takes memory for unchanging: in a dependent launch the kernel that writes it may still have run when
+// this one started.
 __device__ inline int32_t load(const int32_t* place) { return *static_cast<const volatile int32_t*>(place); }
 
 struct Shape {
@@ -36,8 +36,9 @@ struct GroupTable {
     uint32_t ends[kMaxGroups];               // end row of each group
     uint32_t padding[3];
 
-    // Counts with one warp, of which each lane takes some groups that follow each other. Group data can be wrong, but nothing reaches
-    // outside the tensor: rows are clamped to it, and an end row before an earlier one counts as that one, which also bounds the work.
+    // Counts with one warp, of which each lane takes some groups that follow each other. Group data can be wrong, but nothing
+    // reaches outside the tensor: rows are clamped to it, and an end row before an earlier one counts as that one, which also
+    // bounds the work.
     __device__ void count(const Shape& shape, uint32_t block_m) {
         constexpr uint32_t kEach = 4;
         uint32_t before = 0;  // row blocks
@@ -118,12 +119,12 @@ struct Tile {
     uint32_t column;
 };
 
-// Whole warps ask for tiles, and what is read from memory is broadcast: the compiler then sees that a warp stays together and keeps
-// stages, addresses and descriptors in uniform registers (else each product waits for eight moves to them). For the same reason an
-// idle tile is handed out, to be skipped, and not passed over in a loop.
+// Whole warps ask for tiles, and what is read from memory is broadcast: the compiler then sees that a warp stays together and
+// keeps stages, addresses and descriptors in uniform registers (else each product waits for eight moves to them). For the same
+// reason an idle tile is handed out, to be skipped, and not passed over in a loop.
 //
-// Blocks, or clusters of them, walk the tiles with the stride of the grid. Tiles go down a band of rows first and then to the next column, so that the
-// blocks at work together share both operands in L2.
+// Blocks, or clusters of them, walk the tiles with the stride of the grid. Tiles go down a band of rows first and then to the next
+// column, so that the blocks at work together share both operands in L2.
 template <uint32_t kBlockM, uint32_t kBlockN>
 class TileScheduler {
    public:
@@ -167,8 +168,8 @@ class TileScheduler {
     __device__ void look_ahead() {
         if (shape_.layout != kContiguous || next_ >= row_blocks_ * columns()) return;
         place(next_, row_blocks_, row_block_, column_block_);
-        // Lane 0 has it; the others read along, or the compiler would move what is the same for all to a uniform register at once, and
-        // wait for it there.
+        // Lane 0 has it; the others read along, or the compiler would move what is the same for all to a uniform register at once,
+        // and wait for it there.
         const uint32_t row = row_block_ * kBlockM;
         listed_group_ = load(shape_.group_data + row + (lane_id() < shape_.m - row ? lane_id() : 0));
     }

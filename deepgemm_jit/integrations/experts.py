@@ -131,7 +131,7 @@ def prepare(module: Any, *, fragments: bool = False) -> int:
 
     ``fragments``: FP4 weights are also kept as a forward of few tokens reads them, unless it cannot read their scales.
     """
-    again = fragments and not _has_fragments(module) and _holds_fragments(module)
+    again = fragments and not _has_fragments(module) and _may_have_fragments(module)
     return prepared.added_bytes(prepared.value_for(module, partial(_make, fragments=fragments), again=again))
 
 
@@ -160,7 +160,7 @@ def _has_fragments(module: Any) -> bool:
     return isinstance(kept, _Fp8) and any(part.fragments is not None for part in (kept.gate_up, kept.down))
 
 
-def _holds_fragments(module: Any) -> bool:
+def _may_have_fragments(module: Any) -> bool:
     """Return whether a module has FP4 weights whose scales fragments hold. Waits for the device."""
     if not is_fp8(module) or all(weight.dtype != torch.int8 for weight in _weights(module)) or module.down_proj.is_meta:
         return False  # what is on no device is refused by the operation
@@ -268,7 +268,7 @@ def _decode_for(module: Any, fragments: bool) -> Literal["fp4", "fp8"]:
     before = _has_fragments(module)
     if not (fragments or before):
         return "fp8"
-    if _holds_fragments(module):
+    if _may_have_fragments(module):
         return "fp4"
     if before and any(weight.dtype == torch.int8 for weight in _weights(module)):
         raise UnsupportedError(

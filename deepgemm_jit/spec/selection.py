@@ -85,8 +85,8 @@ _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
 MOST_FP4_ROWS = 32
-"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. On an H200 a forward of 32 DeepSeek-V3
-experts took 0.73 of the time with folded ones at 24 rows, 1.13 at 40 (bench/notes.md)."""
+"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. A forward of 32 DeepSeek-V3 experts
+takes 0.77 of the time with folded ones at 23 rows, 0.99 at 31.7 (bench/results/experts.json)."""
 
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
@@ -140,6 +140,7 @@ def _options(
     families = _families(dtypes, variant)
     for option in options(arch, families, variant):
         swapped = option.spec.family in SWAPPED
+        # FP4 has no other tiles: wherever groups start, tokens are the columns of a product.
         if alignment == _ANY or (len(families) == 1 and swapped and alignment % option.block_m == 0):
             found.append((option, 1, MOST_ROWS))
         elif alignment:

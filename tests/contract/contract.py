@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from contract.sass import AWAITED_LOADS, FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS
+from contract.sass import AWAITED_LOADS, FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS, STORES_BESIDE_PRODUCTS
 
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
@@ -50,8 +50,7 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
         **_roles(consumers),
         **_output(waves * block_n),
         **_UNIFORM,
-        # Those of the next stage, in the loop with two sums; or B scales per row, which a fence follows.
-        LOADS_AT_ARRIVALS: int(row_scales or (overlaps and block_n > 16)),
+        LOADS_AT_ARRIVALS: int(row_scales),  # B scales per row, which a fence follows
     }
 
 
@@ -96,7 +95,8 @@ def _fp4_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
 
 
 def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
-    # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them.
+    # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them. A tile is stored beside
+    # the first products of the next, or after all.
     block_m, block_n, block_k = spec.block
     consumers = threads(spec) // 128 - 1
     waves = block_m // (64 * consumers)
@@ -108,14 +108,22 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
         "UTMACCTL.PF": 2,
         "LDGSTS": 0,
         **_roles(consumers),
-        **_output(waves * block_n),
+        **_output(2 * waves * block_n),
         **_UNIFORM,
+        STORES_BESIDE_PRODUCTS: waves * block_n // 16,
     }
 
 
 # Descriptors are made in uniform registers: moving them there costs each product more than it takes. Each GEMM waits once for the
 # kernels before it, gives no stage back from which it still loads, and waits for the group of a tile when it takes the tile.
-_UNIFORM = {MOVED_DESCRIPTORS: 0, FROM_REGISTERS: 0, "ACQBULK": 1, LOADS_AT_ARRIVALS: 0, AWAITED_LOADS: 0}
+_UNIFORM = {
+    MOVED_DESCRIPTORS: 0,
+    FROM_REGISTERS: 0,
+    "ACQBULK": 1,
+    LOADS_AT_ARRIVALS: 0,
+    AWAITED_LOADS: 0,
+    STORES_BESIDE_PRODUCTS: 0,
+}
 
 
 def _roles(consumers: int) -> dict[str, int]:

@@ -25,6 +25,9 @@ _FEW_INSTRUCTIONS = 16
 LOADS_AT_ARRIVALS = "LDS under way at an arrival"
 """Arrivals at shared-memory barriers in front of which nothing has waited for a load from shared memory."""
 
+STORES_BESIDE_PRODUCTS = "STSM beside products"
+"""Stores of a finished tile between a product and the next wait for products: the tensor core works meanwhile."""
+
 # "/*0a40*/   @!P0 LDG.E.128.CONSTANT R4, ...": offset, perhaps a predicate, the instruction with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)", re.MULTILINE)
 _STRONG_LOAD = re.compile(r"\bLDG\.E\.STRONG\.\w+ (R\d+),")
@@ -58,6 +61,19 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
         found[LOADS_AT_ARRIVALS] = _loads_at_arrivals(listing)
         found[AWAITED_LOADS] = _awaited_loads(listing)
+        found[STORES_BESIDE_PRODUCTS] = _stores_beside_products(listed)
+    return found
+
+
+def _stores_beside_products(listed: list[str]) -> int:
+    beside, found = False, 0
+    for name in listed:
+        if name.partition(".")[0].endswith("GMMA"):
+            beside = True
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            beside = False
+        else:
+            found += beside and name.startswith("STSM")
     return found
 
 

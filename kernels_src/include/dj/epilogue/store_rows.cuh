@@ -21,9 +21,16 @@ constexpr uint32_t kStrip = kColumns < kStripColumns ? kColumns : kStripColumns;
 template <uint32_t kColumns>
 constexpr uint32_t kStripPitch = (kStrip<kColumns> + 8) * 2;
 
+// A thread's share of a warp's 16 rows, as pairs of bf16 in the same order.
+template <uint32_t kCount>
+__device__ inline void to_bf16_pairs(const float (&values)[2 * kCount], uint32_t (&pairs)[kCount]) {
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) pairs[i] = to_bf16x2(values[2 * i], values[2 * i + 1]);
+}
+
 // Stores a warp's 16 rows x kColumns. Plain stores with a bound per row and per 8 columns: what lies outside is never touched.
 template <uint32_t kColumns>
-__device__ inline void store_rows(const float (&values)[kColumns / 2], uint8_t* strip, uint16_t* rows, int64_t row_stride,
+__device__ inline void store_rows(const uint32_t (&pairs)[kColumns / 4], uint8_t* strip, uint16_t* rows, int64_t row_stride,
                                   uint32_t row_count, uint32_t column_count) {
     constexpr uint32_t kPitch = kStripPitch<kColumns>;
     constexpr uint32_t kChunks = kStrip<kColumns> / 8;  // of 8 columns, 16 bytes
@@ -34,9 +41,8 @@ __device__ inline void store_rows(const float (&values)[kColumns / 2], uint8_t* 
         __syncwarp();  // the strip's last readers are done
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kChunks; chunk += 2) {
-            const uint32_t v = (first / 8 + chunk) * 4;
-            store_matrices(write + chunk * 16, to_bf16x2(values[v], values[v + 1]), to_bf16x2(values[v + 2], values[v + 3]),
-                           to_bf16x2(values[v + 4], values[v + 5]), to_bf16x2(values[v + 6], values[v + 7]));
+            const uint32_t pair = (first / 8 + chunk) * 2;
+            store_matrices(write + chunk * 16, pairs[pair], pairs[pair + 1], pairs[pair + 2], pairs[pair + 3]);
         }
         __syncwarp();
 #pragma unroll

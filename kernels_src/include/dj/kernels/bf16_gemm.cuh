@@ -161,6 +161,21 @@ struct Bf16Gemm {
         }
     }
 
+    using Pairs = uint32_t[kWaves][kBlockN / 4];  // a finished tile, of bf16
+
+    __device__ static void store(const Bf16GemmArguments& arguments, const Tile& tile, uint32_t warp_row, uint8_t* strip,
+                                 const Pairs& pairs) {
+#pragma unroll
+        for (uint32_t wave = 0; wave < kWaves; ++wave) {
+            const uint32_t row = tile.row + warp_row + wave * 64;
+            if (row >= tile.row_end || (kCluster > 1 && tile.column >= arguments.shape.n)) continue;
+            uint16_t* rows =
+                arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
+            store_rows<kBlockN>(pairs[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,
+                                arguments.shape.n - tile.column);
+        }
+    }
+
     __device__ static void consume(const Bf16GemmArguments& arguments, Scheduler& scheduler, uint8_t* shared, uint32_t base,
                                    uint32_t warpgroup, uint32_t warp) {
         const uint32_t warp_row = warpgroup * (64 * kWaves) + warp % 4 * 16;  // of the tile, first wave
@@ -168,17 +183,20 @@ struct Bf16Gemm {
         uint32_t empty = base + kOffsetEmpty;
         if constexpr (kCluster > 1) empty = address_in(lane_id() % kCluster, empty);
         Ring ring;
-        Tile tile;
+        Tile tile, before;  // one is stored while the first products of the next run
+        bool stores = false;
+        Totals totals;
+        Pairs pairs;
         while (next_tile(scheduler, tile)) {
             if (scheduler.is_idle(tile)) continue;
-            Totals totals;
-
-            // --- main loop: the products of one stage are in flight while the stage before it is given back
             // Barrier of the stage whose products are under way. Kept instead of a copy of the ring, with which the compiler would no
             // longer keep stages in uniform registers.
             uint32_t done = empty + ring.stage * 8;
             multiply(base, ring, warpgroup, totals, false);
             ring.advance();
+            if (stores) store(arguments, before, warp_row, strip, pairs);
+
+            // The products of one stage are in flight while the stage before it is given back.
 #pragma unroll 1
             for (uint32_t block = 1; block < arguments.k_blocks; ++block) {
                 multiply(base, ring, warpgroup, totals, true);
@@ -190,18 +208,12 @@ struct Bf16Gemm {
             products_wait<0>();
             release(done);
             hold_all(totals);
-
-            // --- epilogue
 #pragma unroll
-            for (uint32_t wave = 0; wave < kWaves; ++wave) {
-                const uint32_t row = tile.row + warp_row + wave * 64;
-                if (row >= tile.row_end || (kCluster > 1 && tile.column >= arguments.shape.n)) continue;
-                uint16_t* rows =
-                    arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
-                store_rows<kBlockN>(totals[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,
-                                    arguments.shape.n - tile.column);
-            }
+            for (uint32_t wave = 0; wave < kWaves; ++wave) to_bf16_pairs(totals[wave], pairs[wave]);
+            before = tile;
+            stores = true;
         }
+        if (stores) store(arguments, before, warp_row, strip, pairs);
     }
 };
 

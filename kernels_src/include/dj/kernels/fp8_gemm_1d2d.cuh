@@ -160,35 +160,55 @@ struct Fp8Gemm1d2d {
         }
     }
 
+    // Where a stage's operands are: the halves of their descriptors that differ.
+    struct Operands {
+        uint32_t a, b;
+    };
+
     // What one warp of a consumer needs to know in the main loop.
     struct Consumer {
         const uint8_t* shared;
         uint32_t base;
-        uint32_t first_product;  // of the tile's products of 64 rows
-        uint32_t scale_row;      // of this thread's upper row in the first of them
-        uint32_t scale_change;   // first column of the tile that takes the second B scale
-        uint32_t empty;          // barriers of the first stage, of the block of the cluster that this lane tells
+        Operands operands;      // of the first stage, for this warpgroup's first product
+        uint32_t scale_row;     // of this thread's upper row in the first of them
+        uint32_t scale_change;  // first column of the tile that takes the second B scale
+        uint32_t empty;         // barriers of the first stage, of the block of the cluster that this lane tells
     };
 
-    // Scales of the thread's upper and lower row, for each chunk of columns.
-    using RowScales = float[kChunks][2];
+    // Of the thread's upper and lower row, for each chunk of columns.
+    struct RowScales {
+        float upper[kChunks];
+        float lower[kChunks];
+    };
 
-    // Issues the product of one k-block and reads its scales. Nothing waits: `sums` is written when the group completes.
-    __device__ static void issue(const Consumer& self, const Ring& ring, uint32_t wave, float (&sums)[kBlockN / 2],
-                                 RowScales& scales) {
+    // Reads the scales of a stage. B has the first of its scales in the first chunk and the second in the last.
+    __device__ static void read_scales(const Consumer& self, const Ring& ring, uint32_t wave, RowScales& scales) {
         const float* a_scales =
             reinterpret_cast<const float*>(self.shared + kOffsetScales + ring.stage * kBytesScales) + self.scale_row + wave * 64;
         const float* b_scales = reinterpret_cast<const float*>(self.shared + kOffsetScaleB) + ring.stage * kScalesB;
+        const float upper = a_scales[0];
+        const float lower = a_scales[8];
 #pragma unroll
         for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
             float b = 1.0f;  // with row scales: they follow per column
             if constexpr (kScalesB == 1) b = b_scales[0];
-            if constexpr (kScalesB == 2) b = b_scales[chunk * kChunk < self.scale_change ? 0 : 1];
-            scales[chunk][0] = a_scales[0] * b;
-            scales[chunk][1] = a_scales[8] * b;
+            if constexpr (kScalesB == 2) {
+                const bool is_first = chunk == 0 || (chunk < kChunks - 1 && chunk * kChunk < self.scale_change);
+                b = b_scales[is_first ? 0 : 1];
+            }
+            scales.upper[chunk] = upper * b;
+            scales.lower[chunk] = lower * b;
         }
-        const uint64_t a = descriptor(self.base + ring.stage * kBytesA + (self.first_product + wave) * (64 * kBlockK));
-        const uint64_t b = descriptor(self.base + kOffsetB + ring.stage * kBytesB);
+    }
+
+    __device__ static Operands operands_of(const Consumer& self, uint32_t stage) {
+        return {self.operands.a + stage * (kBytesA / 16), self.operands.b + stage * (kBytesB / 16)};
+    }
+
+    // Issues the product of one k-block. Nothing waits: `sums` is written when the group completes.
+    __device__ static void issue(const Operands& operands, uint32_t wave, float (&sums)[kBlockN / 2]) {
+        const uint64_t a = whole_descriptor(operands.a + wave * (64 * kBlockK / 16));
+        const uint64_t b = whole_descriptor(operands.b);
         hold(sums);
         products_begin();
 #pragma unroll
@@ -204,10 +224,10 @@ struct Fp8Gemm1d2d {
 #pragma unroll
         for (uint32_t i = 0; i < kBlockN / 2; i += 4) {
             const uint32_t chunk = i * 2 / kChunk;
-            totals[i] += scales[chunk][0] * sums[i];
-            totals[i + 1] += scales[chunk][0] * sums[i + 1];
-            totals[i + 2] += scales[chunk][1] * sums[i + 2];
-            totals[i + 3] += scales[chunk][1] * sums[i + 3];
+            totals[i] += scales.upper[chunk] * sums[i];
+            totals[i + 1] += scales.upper[chunk] * sums[i + 1];
+            totals[i + 2] += scales.lower[chunk] * sums[i + 2];
+            totals[i + 3] += scales.lower[chunk] * sums[i + 3];
         }
     }
 
@@ -218,10 +238,10 @@ struct Fp8Gemm1d2d {
 #pragma unroll
         for (uint32_t i = 0; i < kBlockN / 2; i += 4) {
             const float2 b = b_scales[i];  // columns 2 * i and 2 * i + 1 after this thread's first two
-            totals[i] += scales[0][0] * b.x * sums[i];
-            totals[i + 1] += scales[0][0] * b.y * sums[i + 1];
-            totals[i + 2] += scales[0][1] * b.x * sums[i + 2];
-            totals[i + 3] += scales[0][1] * b.y * sums[i + 3];
+            totals[i] += scales.upper[0] * b.x * sums[i];
+            totals[i + 1] += scales.upper[0] * b.y * sums[i + 1];
+            totals[i + 2] += scales.lower[0] * b.x * sums[i + 2];
+            totals[i + 3] += scales.lower[0] * b.y * sums[i + 3];
         }
     }
 
@@ -237,36 +257,48 @@ struct Fp8Gemm1d2d {
         }
     }
 
-    // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes. Whether the next stage is full is asked
-    // before the promotion and needed after it.
+    // Main loop with one sum at a time: the other warpgroup multiplies while this one promotes. What the next product needs is looked
+    // up while this one runs, so that little stands between a promotion and the next product.
     __device__ static void multiply_in_turn(const Consumer& self, Ring& ring, uint32_t k_blocks,
                                             float (&totals)[kWaves][kBlockN / 2]) {
         float sums[kBlockN / 2];
-        RowScales scales;
-        bool is_full = false;
-        const auto advance = [&] {
-            release(self, ring);
-            ring.advance();
-            is_full = barrier_is_done(self.base + kOffsetFull + ring.stage * 8, ring.phase);
+        RowScales scales[kWaves];
+        const auto read_all = [&](const Ring& of) {
+#pragma unroll
+            for (uint32_t wave = 0; wave < kWaves; ++wave) read_scales(self, of, wave, scales[wave]);
         };
+        wait_full(self, ring);
+        read_all(ring);
+        Operands operands = operands_of(self, ring.stage);
 #pragma unroll 1
-        for (uint32_t block = 0; block < k_blocks; ++block) {
-            if (!is_full) wait_full(self, ring);
+        for (uint32_t left = k_blocks; left > 0; --left) {
+            Ring next = ring;
+            next.advance();
+            // Summed up and not multiplied out: the compiler would do that before the next product, and not in its shadow.
+            const Operands next_operands =
+                next.stage == 0 ? self.operands : Operands{operands.a + kBytesA / 16, operands.b + kBytesB / 16};
 #pragma unroll
             for (uint32_t wave = 0; wave < kWaves; ++wave) {
-                issue(self, ring, wave, sums, scales);
+                issue(operands, wave, sums);
+                const RowScales current = scales[wave];
+                if (wave == kWaves - 1 && left > 1) {
+                    wait_full(self, next);
+                    read_all(next);
+                }
                 products_wait<0>();
                 if constexpr (kRowScales) {
-                    promote(totals[wave], sums, scales,
+                    promote(totals[wave], sums, current,
                             reinterpret_cast<const float2*>(self.shared + kOffsetRowScales + ring.stage * kBytesRowScales) +
                                 lane_id() % 4);
                     fence_reads_before_copies();  // all lanes have read the B scales
-                    if (wave == kWaves - 1) advance();
+                    if (wave == kWaves - 1) release(self, ring);
                 } else {
-                    if (wave == kWaves - 1) advance();
-                    promote(totals[wave], sums, scales);
+                    if (wave == kWaves - 1) release(self, ring);
+                    promote(totals[wave], sums, current);
                 }
             }
+            ring = next;
+            operands = next_operands;
         }
     }
 
@@ -278,7 +310,8 @@ struct Fp8Gemm1d2d {
         Ring done = ring;
         const auto start = [&](float (&sums)[kBlockN / 2], RowScales& scales) {
             wait_full(self, ring);
-            issue(self, ring, 0, sums, scales);
+            read_scales(self, ring, 0, scales);
+            issue(operands_of(self, ring.stage), 0, sums);
             ring.advance();
         };
         const auto finish = [&](float (&sums)[kBlockN / 2], const RowScales& scales) {
@@ -325,8 +358,12 @@ struct Fp8Gemm1d2d {
 #pragma unroll
                 for (uint32_t i = 0; i < kBlockN / 2; ++i) totals[wave][i] = 0.0f;
 
-            const Consumer self{
-                shared, base, warpgroup * kWaves, warp_row + lane_id() / 4, kScaleBlock - tile.column % kScaleBlock, empty};
+            const Consumer self{shared,
+                                base,
+                                {descriptor_half(base + warpgroup * kWaves * (64 * kBlockK)), descriptor_half(base + kOffsetB)},
+                                warp_row + lane_id() / 4,
+                                kScaleBlock - tile.column % kScaleBlock,
+                                empty};
             if constexpr (kOverlaps) {
                 multiply_overlapped(self, ring, arguments.k_blocks, totals[0]);
             } else {
@@ -339,7 +376,9 @@ struct Fp8Gemm1d2d {
                 if (row >= tile.row_end || (kCluster > 1 && tile.column >= arguments.shape.n)) continue;
                 uint16_t* rows =
                     arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
-                store_rows<kBlockN>(totals[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,
+                uint32_t pairs[kBlockN / 4];
+                to_bf16_pairs(totals[wave], pairs);
+                store_rows<kBlockN>(pairs, strip, rows, arguments.d.row_stride, tile.row_end - row,
                                     arguments.shape.n - tile.column);
             }
         }

@@ -249,11 +249,12 @@ struct Fp8Gemm1d2d {
         barrier_wait(self.base + kOffsetFull + ring.stage * 8, ring.phase);
     }
 
-    __device__ static void release(const Consumer& self, const Ring& ring) {
+    // Gives a stage back: `empty` is its barrier, of the block of the cluster that this lane tells.
+    __device__ static void release(uint32_t empty) {
         if constexpr (kCluster == 1) {
-            barrier_arrive_if(lane_id() == 0, self.empty + ring.stage * 8);
+            barrier_arrive_if(lane_id() == 0, empty);
         } else {
-            barrier_arrive_in_cluster_if(lane_id() < kCluster, self.empty + ring.stage * 8);
+            barrier_arrive_in_cluster_if(lane_id() < kCluster, empty);
         }
     }
 
@@ -291,9 +292,9 @@ struct Fp8Gemm1d2d {
                             reinterpret_cast<const float2*>(self.shared + kOffsetRowScales + ring.stage * kBytesRowScales) +
                                 lane_id() % 4);
                     fence_reads_before_copies();  // all lanes have read the B scales
-                    if (wave == kWaves - 1) release(self, ring);
+                    if (wave == kWaves - 1) release(self.empty + ring.stage * 8);
                 } else {
-                    if (wave == kWaves - 1) release(self, ring);
+                    if (wave == kWaves - 1) release(self.empty + ring.stage * 8);
                     promote(totals[wave], sums, current);
                 }
             }
@@ -307,38 +308,38 @@ struct Fp8Gemm1d2d {
                                                float (&totals)[kBlockN / 2]) {
         float even[kBlockN / 2], odd[kBlockN / 2];
         RowScales even_scales, odd_scales;
-        Ring done = ring;
-        const auto start = [&](float (&sums)[kBlockN / 2], RowScales& scales) {
+        uint32_t even_done, odd_done;  // barriers of the stages whose products are under way
+        const auto start = [&](float (&sums)[kBlockN / 2], RowScales& scales, uint32_t& done) {
             wait_full(self, ring);
             read_scales(self, ring, 0, scales);
             issue(operands_of(self, ring.stage), 0, sums);
+            done = self.empty + ring.stage * 8;
             ring.advance();
         };
-        const auto finish = [&](float (&sums)[kBlockN / 2], const RowScales& scales) {
-            release(self, done);
-            done.advance();
+        const auto finish = [&](float (&sums)[kBlockN / 2], const RowScales& scales, uint32_t done) {
+            release(done);
             promote(totals, sums, scales);
         };
-        start(even, even_scales);
+        start(even, even_scales, even_done);
         uint32_t left = k_blocks - 1;
 #pragma unroll 1
         for (; left >= 2; left -= 2) {
-            start(odd, odd_scales);
+            start(odd, odd_scales, odd_done);
             products_wait<1>();
-            finish(even, even_scales);
-            start(even, even_scales);
+            finish(even, even_scales, even_done);
+            start(even, even_scales, even_done);
             products_wait<1>();
-            finish(odd, odd_scales);
+            finish(odd, odd_scales, odd_done);
         }
         if (left == 1) {
-            start(odd, odd_scales);
+            start(odd, odd_scales, odd_done);
             products_wait<1>();
-            finish(even, even_scales);
+            finish(even, even_scales, even_done);
             products_wait<0>();
-            finish(odd, odd_scales);
+            finish(odd, odd_scales, odd_done);
         } else {
             products_wait<0>();
-            finish(even, even_scales);
+            finish(even, even_scales, even_done);
         }
     }
 

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 from deepgemm_jit.runtime.params import Launch, lay_out
 from deepgemm_jit.runtime.tensormap import BoxedTensor, TensorMaps
-from deepgemm_jit.spec import BF16_GEMM, FP4_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec, Layout
+from deepgemm_jit.spec import BF16_GEMM, FP4_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, SWAPPED, KernelSpec, Layout
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, FRAGMENT, FRAGMENT_BYTES, threads
 
-_FP8_GEMM = struct.Struct("<QqqQqqQIIIII4xIII4x")
+_FP8_GEMM = struct.Struct("<QqqQqqQqqQIIIII4xIII4x")
 _BF16_GEMM = struct.Struct("<QqqQIIIII4xII")
 _SCALE_BYTES = 4
 _CLOSE_ROW_BLOCKS = 2
@@ -95,10 +95,12 @@ def prepare_gemm(
     if spec.family != BF16_GEMM:
         # FP4 weights and their scales are read together.
         b_scales = call.b if spec.family == FP4_GEMM_SWAP_AB else _given(call.b_scales)
-        boxes.append(_scales(_given(call.a_scales), call.m, k_blocks, a_groups, block_m))
+        a_scales = _given(call.a_scales)
+        if spec.family not in SWAPPED:
+            boxes.append(_scales(a_scales, call.m, k_blocks, a_groups, block_m))
         if ROW_SCALES in spec.flags:
             boxes.append(_scales(b_scales, call.n, k_blocks, call.groups, block_n))
-        layout, head, tail = _FP8_GEMM, b_scales, (*tail, waits_for_tokens)
+        layout, head, tail = _FP8_GEMM, (*a_scales, *b_scales), (*tail, waits_for_tokens)
     values = (*head, *call.d, *shape, k_blocks, *tail)
     params = lay_out(layout, values, [maps.map_for(box) for box in boxes])
     return Launch((clusters * cluster, 1, 1), (threads(spec), 1, 1), params, cluster, dependent)

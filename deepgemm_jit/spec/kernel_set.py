@@ -150,14 +150,13 @@ def _gemm_shared_memory_bytes(family: str, flags: tuple[str, ...], block_m: int,
     # of an A tile, a B tile and scales, a padded strip of 16 rows per consumer warp, barriers, tile counts of groups.
     stage = (block_m + block_n) * BLOCK_K_BYTES
     if family == FP8_GEMM_SWAP_AB:
-        # Scales start at multiples of 128 bytes, and each stage has its barriers; partial sums of 64 rows per consumer, and
-        # padded strips of 8 rows x 16 columns.
-        stage += max(block_m * 4, 128) + 3 * 8
+        # Each stage has its barriers; partial sums of 64 rows per consumer, and padded strips of 8 rows x 16 columns.
+        stage += block_m * 4 + 3 * 8
         exchange = _consumers(block_n) * (64 * 4 * block_m + 4 * 8 * 48) + 2 * 8
         return 1024 + stages * stage + exchange + _GROUP_TABLE_BYTES
     if family == FP4_GEMM_SWAP_AB:
         # The same without an exchange; B lies in fragments.
-        stage = block_m * BLOCK_K_BYTES + block_n // FRAGMENT[0] * FRAGMENT_BYTES + max(block_m * 4, 128) + 2 * 8
+        stage = block_m * BLOCK_K_BYTES + block_n // FRAGMENT[0] * FRAGMENT_BYTES + block_m * 4 + 2 * 8
         return 1024 + stages * stage + _consumers(block_n) * 4 * 8 * 48 + _GROUP_TABLE_BYTES
     if family == FP8_GEMM:
         stage += block_m * 4 + (block_n * 4 if ROW_SCALES in flags else 0)

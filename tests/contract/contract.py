@@ -61,9 +61,9 @@ def _fp8_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
     chunks = block_m // 8
     return {
         f"QGMMA.64x{block_m}x32.F32.E4M3.E4M3": 4 * block_k // 32,
-        "UTMALDG.3D": 4,  # B as what is read once, or as usual
-        "UTMACCTL.PF": 3,
-        "LDGSTS": 1,
+        "UTMALDG.3D": 3,  # A; B as what is read once, or as usual
+        "UTMACCTL.PF": 2,
+        "LDGSTS": 2,  # scales of both
         "STAS.128": chunks,
         "STSM.16.MT88.2": chunks + 1,
         "STG.E.128": chunks + 1,
@@ -80,10 +80,10 @@ def _fp4_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
     chunks, products = block_m // 8, block_k // 32
     return {
         f"QGMMA.64x{block_m}x32.F32.E4M3.E4M3": products,
-        "UTMALDG.3D": 2,  # A and its scales
-        "UTMACCTL.PF": 2,
+        "UTMALDG.3D": 1,
+        "UTMACCTL.PF": 1,
         "UBLKCP": 2 * block_n // 64,  # fragments of each warpgroup as what is read once, or as usual
-        "LDGSTS": 0,
+        "LDGSTS": 1,  # scales of A
         "STSM.16.MT88.2": chunks,
         "STG.E.128": chunks,
         "STG": chunks,

@@ -15,6 +15,7 @@
 namespace dj {
 
 struct Fp4GemmArguments {
+    TokenScales a_scales;
     const uint8_t* fragments;  // (groups, row blocks, k-blocks, kFragmentBytes)
     int64_t group_stride;      // bytes
     int64_t row_block_stride;
@@ -58,8 +59,8 @@ struct Fp4GemmSwapAb {
 
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kConsumers * kFragmentBytes;
-    static constexpr uint32_t kBytesScales = max_of(kBlockM * 4, 128);  // boxes start at multiples of 128 bytes
-    static constexpr uint32_t kChunks = kBlockM / 8;                    // of 8 tokens: 4 values of a lane
+    static constexpr uint32_t kBytesScales = kBlockM * 4;
+    static constexpr uint32_t kChunks = kBlockM / 8;  // of 8 tokens: 4 values of a lane
 
     // Shared memory, in this order; spec.kernel_set.dynamic_shared_memory_bytes adds it up for the host.
     static constexpr uint32_t kOffsetB = kStages * kBytesA;
@@ -76,7 +77,7 @@ struct Fp4GemmSwapAb {
 
     using Ring = StageRing<kStages>;
 
-    __device__ static void run(const TensorMap& map_a, const TensorMap& map_a_scales, const Fp4GemmArguments& arguments) {
+    __device__ static void run(const TensorMap& map_a, const Fp4GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
         uint8_t* shared = align_to_swizzle(shared_raw);
         GroupTable& groups = *reinterpret_cast<GroupTable*>(shared + kOffsetGroups);
@@ -85,14 +86,12 @@ struct Fp4GemmSwapAb {
 
         // --- barriers: the warp that streams the weights makes them and goes on
         if (warp == kWeightsWarp) {
-            if (elect_one()) init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, 2, kConsumerWarps);
+            if (elect_one())  // weights, and tokens with their scales
+                init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, 1 + kTokenArrivals<kBlockM>, kConsumerWarps);
             __syncwarp();
             block_arrive<kThreads>();
         } else {
-            if (warp == kTokensWarp && elect_one()) {
-                prefetch_map(map_a);
-                prefetch_map(map_a_scales);
-            }
+            if (warp == kTokensWarp && elect_one()) prefetch_map(map_a);
             block_wait<kThreads>();
         }
         if (!arguments.waits_for_tokens) wait_for_kernels_before();
@@ -109,8 +108,8 @@ struct Fp4GemmSwapAb {
         } else if (warp == kTokensWarp) {
             if (arguments.waits_for_tokens) wait_for_kernels_before();  // meanwhile weights arrive
             const TokenStages stages{base, base + kOffsetScales, base + kOffsetFull, base + kOffsetEmpty};
-            stream_tokens<kBlockM, kBlockN, kStages, kBytesScales>(map_a, map_a_scales, scheduler, {0, arguments.k_blocks},
-                                                                   stages, [](const Tile&, uint32_t, uint32_t) {});
+            stream_tokens<kBlockM, kBlockN, kStages>(map_a, arguments.a_scales, arguments.shape.m, scheduler,
+                                                     {0, arguments.k_blocks}, stages, [](const Tile&, uint32_t, uint32_t) {});
         } else {
             consume(arguments, scheduler, shared, base, warp);
         }

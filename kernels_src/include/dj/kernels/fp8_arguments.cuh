@@ -5,7 +5,15 @@
 
 namespace dj {
 
+// Scales of A, M-major: the columns of a matrix, one per k-block, lie `column_stride` floats apart.
+struct TokenScales {
+    const float* data;
+    int64_t group_stride;
+    int64_t column_stride;
+};
+
 struct Fp8GemmArguments {
+    TokenScales a_scales;   // for kernels with swapped operands; elsewhere they come through a tensor map
     const float* b_scales;  // (groups, ceil(N / 128), ceil(K / 128)); row scales come through a tensor map instead
     int64_t b_scales_group_stride;
     int64_t b_scales_row_stride;

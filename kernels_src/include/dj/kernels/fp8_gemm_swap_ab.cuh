@@ -7,7 +7,6 @@
 // in the order of the ranks.
 #pragma once
 #include "dj/epilogue/store_columns.cuh"
-#include "dj/kernels/fp8_arguments.cuh"
 #include "dj/kernels/swapped.cuh"
 #include "dj/mma/wgmma.cuh"
 #include "dj/ptx/cluster.cuh"
@@ -26,8 +25,8 @@ struct Fp8GemmSwapAb {
 
     static constexpr uint32_t kBytesA = kBlockM * kBlockK;
     static constexpr uint32_t kBytesB = kBlockN * kBlockK;
-    static constexpr uint32_t kBytesScales = max_of(kBlockM * 4, 128);  // boxes start at multiples of 128 bytes
-    static constexpr uint32_t kChunks = kBlockM / 8;                    // of 8 tokens: 4 values of a lane, 512 bytes of a warp
+    static constexpr uint32_t kBytesScales = kBlockM * 4;
+    static constexpr uint32_t kChunks = kBlockM / 8;  // of 8 tokens: 4 values of a lane, 512 bytes of a warp
     static constexpr uint32_t kBytesChunk = kWarp * 16;
     static constexpr uint32_t kBytesPartials = kConsumerWarps * kChunks * kBytesChunk;
 
@@ -47,8 +46,7 @@ struct Fp8GemmSwapAb {
 
     using Ring = StageRing<kStages>;
 
-    __device__ static void run(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_a_scales,
-                               const Fp8GemmArguments& arguments) {
+    __device__ static void run(const TensorMap& map_a, const TensorMap& map_b, const Fp8GemmArguments& arguments) {
         extern __shared__ uint8_t shared_raw[];
         uint8_t* shared = align_to_swizzle(shared_raw);
         GroupTable& groups = *reinterpret_cast<GroupTable*>(shared + kOffsetGroups);
@@ -60,7 +58,8 @@ struct Fp8GemmSwapAb {
         if (warp == kWeightsWarp) {
             if (elect_one()) {
                 prefetch_map(map_b);
-                init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, 3, kConsumerWarps);
+                // Weights, tokens with their scales, and a scale of the weights.
+                init_stages<kStages>(base + kOffsetFull, base + kOffsetEmpty, 2 + kTokenArrivals<kBlockM>, kConsumerWarps);
                 barrier_init(base + kOffsetArrived, 1);
                 barrier_init(base + kOffsetTaken, kConsumerWarps * split);
                 fence_barrier_init();
@@ -68,10 +67,7 @@ struct Fp8GemmSwapAb {
             __syncwarp();
             block_arrive<kThreads>();
         } else {
-            if (warp == kTokensWarp && elect_one()) {
-                prefetch_map(map_a);
-                prefetch_map(map_a_scales);
-            }
+            if (warp == kTokensWarp && elect_one()) prefetch_map(map_a);
             block_wait<kThreads>();
         }
         if (split > 1) cluster_arrive();  // nobody sends to a block before it has come here
@@ -96,7 +92,8 @@ struct Fp8GemmSwapAb {
                 load_float(base + kOffsetScaleB + stage * 8, b_scales + k_block);
                 arrive_when_loaded(base + kOffsetFull + stage * 8);
             };
-            stream_tokens<kBlockM, kBlockN, kStages, kBytesScales>(map_a, map_a_scales, scheduler, part, stages, load_b_scale);
+            stream_tokens<kBlockM, kBlockN, kStages>(map_a, arguments.a_scales, arguments.shape.m, scheduler, part, stages,
+                                                     load_b_scale);
         } else {
             consume(arguments, scheduler, part, split, shared, base, warp);
         }

@@ -63,6 +63,11 @@ __device__ inline void load_float(uint32_t destination, const float* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// The same where `exists` holds; zero elsewhere, and then nothing is read.
+__device__ inline void load_float_or_zero(uint32_t destination, const float* source, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(exists ? 4 : 0) : "memory");
+}
+
 // cp.async.mbarrier.arrive.noinc: one arrival once this thread's cp.async copies so far are there; the thread does not wait.
 __device__ inline void arrive_when_loaded(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -51,8 +51,9 @@ def get_num_sms() -> int:
 def set_pdl(enabled: bool, *, constant_weights: bool = False) -> None:
     """Let GEMMs start while the kernels before them in the stream end (programmatic dependent launch), from the next call on.
 
-    A GEMM waits for the kernels before it before it reads or writes anything, so results do not change. Off by default; a kernel
-    of someone else's that asks for it itself may start while our GEMMs end in either case.
+    A GEMM waits for the kernels before it before it reads or writes anything. Off by default; a kernel of someone else's that
+    asks for it itself may start while our GEMMs end in either case. Of few rows another kernel, or another split of K, may be the
+    faster one then, whose last bits may differ.
 
     Args:
         enabled: whether they may.

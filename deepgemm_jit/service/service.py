@@ -25,7 +25,7 @@ from deepgemm_jit.service.arguments import require_ordinal, require_ordinals, re
 from deepgemm_jit.service.audit import Audit, caller_of_ours
 from deepgemm_jit.service.monitor import Counts, KernelEvent, KernelState, Monitor
 from deepgemm_jit.settings import Settings
-from deepgemm_jit.spec import KernelSpec, Limits, arch_of, require_member
+from deepgemm_jit.spec import KernelSpec, Limits, Overlap, arch_of, require_member
 from deepgemm_jit.spec.shown import shown
 
 
@@ -197,9 +197,7 @@ class KernelService:
         if sms is not None and (isinstance(sms, bool) or not isinstance(sms, int) or sms < 1):
             raise OperandError(operation="limit_sms", faults=[f"sms must be a whole number of at least 1, or None, not {sms!r}"])
         self._sms_limit = sms
-        for home in list(self._homes.values()):
-            home.limits = self._limits_of(home.context)
-        self.forget_calls()
+        self._select_anew()
 
     @property
     def overlaps(self) -> bool:
@@ -220,6 +218,11 @@ class KernelService:
         """
         self._overlaps = bool(overlap)
         self._constant_weights = bool(constant_weights)
+        self._select_anew()
+
+    def _select_anew(self) -> None:
+        for home in list(self._homes.values()):
+            home.limits = self._limits_of(home.context)
         self.forget_calls()
 
     def forget_calls(self) -> None:
@@ -276,11 +279,13 @@ class KernelService:
                 if other.handle == context.handle and other is not context:
                     self._homes.pop(other, None)
             home = self._homes.setdefault(context, _Home(context, self._limits_of(context)))
-            home.limits = self._limits_of(context)  # again, where limit_sms has come between and did not see it
+            home.limits = self._limits_of(context)  # again, where a setting has come between and did not see it
         return home
 
     def _limits_of(self, context: Context) -> Limits:
-        limits = Limits(arch_of(context.compute_capability).name, context.sms, context.shared_memory_bytes)
+        overlap = Overlap.NONE if not self._overlaps else Overlap.WEIGHTS if self._constant_weights else Overlap.START
+        arch = arch_of(context.compute_capability).name
+        limits = Limits(arch, context.sms, context.shared_memory_bytes, overlap=overlap)
         if self._sms_limit is None or self._sms_limit >= limits.sms:
             return limits
         return replace(limits, sms=self._sms_limit, whole=False)

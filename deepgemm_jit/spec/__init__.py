@@ -20,7 +20,7 @@ from deepgemm_jit.spec.kernel import (
     KernelSpec,
 )
 from deepgemm_jit.spec.kernel_set import MAX_EXPERTS, MAX_GROUPS, is_gemm, kernel_set, kernels_by_name, require_member
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem, limits_of
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Overlap, Problem, StepProblem, limits_of
 from deepgemm_jit.spec.reach import Gap, reachable, try_gap
 from deepgemm_jit.spec.selection import MOST_FP4_ROWS, Selected, select, selected
 
@@ -49,6 +49,7 @@ __all__ = [
     "KernelSpec",
     "Layout",
     "Limits",
+    "Overlap",
     "Problem",
     "Selected",
     "StepProblem",

@@ -13,8 +13,18 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from deepgemm_jit.spec.kernel import BF16_GEMM, FP4_GEMM_SWAP_AB, FP8_GEMM, FP8_GEMM_SWAP_AB, N_MAJOR, ROW_SCALES, KernelSpec
+from deepgemm_jit.spec.kernel import (
+    BF16_GEMM,
+    FP4_GEMM_SWAP_AB,
+    FP8_GEMM,
+    FP8_GEMM_SWAP_AB,
+    N_MAJOR,
+    ROW_SCALES,
+    SWAPPED,
+    KernelSpec,
+)
 from deepgemm_jit.spec.kernel_set import BLOCK_K_BYTES, blocks_per_sm, kernel_set
+from deepgemm_jit.spec.problem import Overlap
 
 # Of the tile (block_m, block_n, cluster): ns per k-block, and ns per tile beside its k-blocks.
 # Those of row-scale and FP4 tiles are estimates from the other FP8 ones; BF16 is fitted to bench/results/tiles_bf16.json.
@@ -51,6 +61,14 @@ _SPLITS = {FP8_GEMM_SWAP_AB: (1, 2, 4)}
 
 _SPLIT_NS = {1: 0, 2: 1060, 4: 1135}
 """Partial sums that cross a cluster."""
+
+_CROWDED_SPLIT = 4
+_CROWDED_NS = 1700
+"""Clusters of four blocks that fill the SMs, where those of the next launch already wait on them: 16 x 2112 x 7168 takes 8.5 us
+for 7.7 without them, where a split over two takes 7.5 for 8.4."""
+
+_EARLY_NS = 800
+"""What a tile of few tokens saves that reads its first weights before it waits: 16 x 32768 x 512 takes 5.9 us for 6.6."""
 
 _SHARED_SM = 0.791
 """Time of two blocks that share an SM over that of one after the other."""
@@ -126,7 +144,11 @@ class Option(NamedTuple):
         cached_ns = tiles * work.k_blocks * (self.block_m + self.columns) * BLOCK_K_BYTES / rates.l2
         read_ns = read_bytes / rates.memory * (1.0 if self.spec.cluster == 1 else rates.cluster)
         moved = cached_ns**rates.power + read_ns**rates.power
-        return Load(tiles, self.blocks, self.per_sm, wave_ns, moved, rates.power, rates.whole_waves, _SPLIT_NS[self.split_k])
+        early_ns = _EARLY_NS if work.dense and self.spec.family in SWAPPED and row_blocks == 1 else 0
+        return Load(
+            tiles, self.blocks, self.per_sm, wave_ns, moved, rates.power, rates.whole_waves,
+            _SPLIT_NS[self.split_k], early_ns, crowds=self.split_k == _CROWDED_SPLIT and not work.scattered,
+        )  # fmt: skip
 
 
 class Load(NamedTuple):
@@ -142,10 +164,22 @@ class Load(NamedTuple):
     power: float
     whole_waves: bool
     split_ns: int
+    early_ns: int
+    """Saved where weights are read before a launch waits."""
+    crowds: bool
+    """Whether clusters of the next launch get in the way."""
 
-    def costs_ns(self, sms_counts: Iterable[int], whole: bool) -> list[float]:
+    def is_told_apart(self) -> bool:
+        """Return whether it matters how launches overlap."""
+        return self.crowds or self.early_ns > 0
+
+    def costs_ns(self, sms_counts: Iterable[int], whole: bool, overlap: Overlap = Overlap.NONE) -> list[float]:
         """Return the time on each count of SMs, all there are or not; infinity if not even one cluster fits them."""
-        tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, split_ns = self  # once: a plan asks a hundred thousand times
+        # Once: a plan asks a hundred thousand times.
+        tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, beside_ns, early_ns, crowds = self
+        if overlap is Overlap.WEIGHTS:
+            beside_ns -= early_ns
+        crowded_ns = _CROWDED_NS if crowds and overlap is Overlap.START else 0
         if not whole:
             per_sm = 1
         root = 1.0 / power
@@ -158,7 +192,8 @@ class Load(NamedTuple):
             waves = -(-tiles // clusters) if whole_waves else tiles / clusters if tiles > clusters else 1.0
             if per_sm == 2:  # two at a time, unless one per SM is all there is
                 waves = 1.0 if tiles * blocks <= sms else waves * 2 * _SHARED_SM
-            costs.append(((waves * wave_ns) ** power + moved) ** root + split_ns)
+            cost = ((waves * wave_ns) ** power + moved) ** root + beside_ns
+            costs.append(cost + crowded_ns if tiles * blocks >= sms else cost)
         return costs
 
 
@@ -172,12 +207,14 @@ class Work(NamedTuple):
     b_bytes: int
     scattered: int
     """Groups over which rows are spread as chance will have it, 0 if none are."""
+    dense: bool
+    """Whether B is a single matrix, which may be constant."""
 
     @classmethod
-    def of(cls, n: int, k_bytes: int, groups: int, *, masked: bool = False, scattered: bool = False) -> Work:
+    def of(cls, n: int, k_bytes: int, groups: int, *, masked: bool = False, scattered: bool = False, dense: bool = False) -> Work:
         """Return the work of ``groups`` matrices B of ``n`` rows of ``k_bytes`` bytes."""
         k_blocks = -(-k_bytes // BLOCK_K_BYTES)
-        return cls(n, k_blocks, groups if masked else 1, n * k_bytes * groups, groups if scattered else 0)
+        return cls(n, k_blocks, groups if masked else 1, n * k_bytes * groups, groups if scattered else 0, dense)
 
 
 def _row_blocks(rows: int, groups: int, block: int) -> float:

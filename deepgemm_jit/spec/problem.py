@@ -61,9 +61,20 @@ class StepProblem:
 Problem = GemmProblem | StepProblem
 
 
+class Overlap(Enum):
+    """What GEMMs do while the kernels in front of them end (programmatic dependent launch): nothing, start, or read weights.
+
+    It tells apart which of two kernels, or splits of K, is the faster one; each is right in any case.
+    """
+
+    NONE = "none"
+    START = "start"
+    WEIGHTS = "weights"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device, or a part of one, offers.
+    """What a device, or a part of one, offers, and how launches on it follow each other.
 
     Attributes:
         arch: compiler target, for example ``sm_90a``.
@@ -71,12 +82,14 @@ class Limits:
         shared_memory_bytes: dynamic shared memory a block may ask for.
         whole: these are all SMs that there are. Otherwise two blocks that may share an SM may as well take two, so that only one
             block per SM keeps to the limit.
+        overlap: with the kernels in front.
     """
 
     arch: str
     sms: int
     shared_memory_bytes: int
     whole: bool = True
+    overlap: Overlap = Overlap.NONE
 
     def blocks(self, per_sm: int) -> int:
         """Return how many persistent blocks may run, of a kernel whose blocks share an SM by ``per_sm``."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from deepgemm_jit.spec.cost import Load, Option
 from deepgemm_jit.spec.kernel import KernelSpec
-from deepgemm_jit.spec.problem import GemmProblem, limits_of
+from deepgemm_jit.spec.problem import GemmProblem, Overlap, limits_of
 from deepgemm_jit.spec.selection import (
     EXACT_ROWS,
     MOST_ROWS,
@@ -35,7 +35,7 @@ class Gap(NamedTuple):
 def reachable(problem: GemmProblem, max_m: int, arch: str, arch_sms: Iterable[int]) -> tuple[KernelSpec, ...]:
     """Return every spec that selection gives for ``problem`` with any m in 1..max_m on any of the SM counts, sorted.
 
-    An SM count is looked at as that of a whole device and as a limit on a larger one.
+    An SM count is looked at as that of a whole device and as a limit on a larger one, and launches as overlapping in any way.
     """
     require_kernels(problem, limits_of(arch))
     found = _fewest_rows(weighed(problem, arch), tuple(sorted(set(arch_sms))))
@@ -106,20 +106,23 @@ def _selected_beside(
     old = [load for option, load in found if option.spec in known]
     fastest_somewhere: set[KernelSpec] = set()
     # Whether a device is whole matters to kernels of which two blocks share an SM.
-    for whole in (True, False) if any(option.per_sm > 1 for option, _load in found) else (True,):
+    wholes = (True, False) if any(option.per_sm > 1 for option, _load in found) else (True,)
+    overlaps = tuple(Overlap) if any(load.is_told_apart() for _option, load in found) else (Overlap.NONE,)
+    for whole, overlap in itertools.product(wholes, overlaps):
         # No cost rises with the SMs: what the most of some counts make no faster than the fewest make a known kernel is never it.
         parts = _near(arch_sms)
         least_ns = [
-            min(costs) for costs in zip(*(load.costs_ns([part[-1] for part in parts], whole) for load in new), strict=True)
+            min(costs)
+            for costs in zip(*(load.costs_ns([part[-1] for part in parts], whole, overlap) for load in new), strict=True)
         ]
         for load in old:
-            known_ns = load.costs_ns([part[0] for part in parts], whole)
+            known_ns = load.costs_ns([part[0] for part in parts], whole, overlap)
             open_ = [at for at, cost in enumerate(known_ns) if cost >= least_ns[at]]
             parts, least_ns = [parts[at] for at in open_], [least_ns[at] for at in open_]
             if not parts:
                 break
         for part in parts:
-            fastest_somewhere |= {option.spec for option in fastest(found, part, whole)}
+            fastest_somewhere |= {option.spec for option in fastest(found, part, whole, overlap)}
     return fastest_somewhere.difference(known)
 
 

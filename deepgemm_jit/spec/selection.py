@@ -21,7 +21,7 @@ from deepgemm_jit.spec.kernel_set import (
     dynamic_shared_memory_bytes,
     kernel_set,
 )
-from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Problem, StepProblem
+from deepgemm_jit.spec.problem import GemmProblem, Layout, Limits, Overlap, Problem, StepProblem
 from deepgemm_jit.spec.shown import shown
 
 _SIZE_LIMIT = 2**31
@@ -70,7 +70,7 @@ def _selected(problem: Problem, limits: Limits) -> Selected:
         raise UnsupportedError(given=f"a device of {shown(limits.sms)} SMs", supported="at least 1 SM")
     if limits.shared_memory_bytes < arch_named(limits.arch).shared_memory_bytes:
         _refuse_memory(problem, limits)
-    option = fastest(looked_at(weighed(problem, limits.arch), problem.m), (limits.sms,), limits.whole)[0]
+    option = fastest(looked_at(weighed(problem, limits.arch), problem.m), (limits.sms,), limits.whole, limits.overlap)[0]
     return Selected(option.spec, option.split_k)
 
 
@@ -122,11 +122,11 @@ def weighed(problem: GemmProblem, arch: str) -> Weighed:
     """Return what selection weighs for ``problem``, which it does not check."""
     k_bytes = problem.k * (1 if problem.dtypes[0] == "e4m3" else 2)
     scattered = problem.layout is Layout.PREFIX_SUMS and problem.alignment % 64 != 0
-    masked = problem.layout is Layout.MASKED
-    work = Work.of(problem.n, k_bytes, problem.groups, masked=masked, scattered=scattered)
+    masked, dense = problem.layout is Layout.MASKED, problem.layout is Layout.DENSE
+    work = Work.of(problem.n, k_bytes, problem.groups, masked=masked, scattered=scattered, dense=dense)
     if problem.dtypes[1] == "e2m1":
         work = work._replace(b_bytes=work.b_bytes * FRAGMENT_BYTES // math.prod(FRAGMENT))
-    alignment = 0 if masked or problem.layout is Layout.DENSE else _ANY if scattered else problem.alignment
+    alignment = 0 if masked or dense else _ANY if scattered else problem.alignment
     found = _options(arch, problem.dtypes, problem.variant, alignment)
     return Weighed(work, tuple(each for each in found if each[0].is_worth(work.k_blocks)))
 
@@ -161,9 +161,11 @@ def looked_at(seen: Weighed, m: int) -> list[tuple[Option, Load]]:
     return [(option, option.load(seen.work, rows)) for option, fewest, most in seen.options if fewest <= rows <= most]
 
 
-def fastest(found: list[tuple[Option, Load]], sms_counts: Sequence[int], whole: bool) -> list[Option]:
+def fastest(
+    found: list[tuple[Option, Load]], sms_counts: Sequence[int], whole: bool, overlap: Overlap = Overlap.NONE
+) -> list[Option]:
     """Return the option that the model finds fastest on each count of SMs, all there are or not; of equals the first."""
-    by_count = zip(*(load.costs_ns(sms_counts, whole) for _option, load in found), strict=True)
+    by_count = zip(*(load.costs_ns(sms_counts, whole, overlap) for _option, load in found), strict=True)
     return [found[costs.index(min(costs))][0] for costs in by_count]
 
 

@@ -95,8 +95,8 @@ def _fp4_gemm_swap_ab(spec: KernelSpec) -> dict[str, int]:
 
 
 def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
-    # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them. A tile is stored beside
-    # the first products of the next, or after all.
+    # kernels_src/include/dj/kernels/bf16_gemm.cuh: the first k-block starts the sums, the loop adds to them. A tile is stored
+    # beside the first products of the next, or after all.
     block_m, block_n, block_k = spec.block
     consumers = threads(spec) // 128 - 1
     waves = block_m // (64 * consumers)

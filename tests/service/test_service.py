@@ -29,7 +29,7 @@ from deepgemm_jit.errors import (
 from deepgemm_jit.runtime import Launch
 from deepgemm_jit.service import KernelService, default_service
 from deepgemm_jit.settings import read_settings
-from deepgemm_jit.spec import FP8_GEMM, KernelSpec, Limits, kernel_set
+from deepgemm_jit.spec import FP8_GEMM, KernelSpec, Limits, Overlap, kernel_set
 
 pytestmark = pytest.mark.none
 
@@ -510,6 +510,20 @@ def test_a_limit_holds_in_contexts_seen_before_and_after_and_never_adds_sms(driv
     service.limit_sms(None)
     run(service, 0)
     assert [done.grid[0] for done in driver.launches] == [132, 24, 24, 16, 132]
+
+
+def test_selection_is_told_how_launches_overlap_in_contexts_seen_before_and_after(service: KernelService) -> None:
+    def seen(device: int) -> Overlap:
+        with service.call(device, 0) as call:
+            return call.limits.overlap
+
+    assert seen(0) is Overlap.NONE
+    service.overlap_launches(overlap=True)
+    assert (seen(0), seen(1)) == (Overlap.START, Overlap.START)
+    service.overlap_launches(overlap=True, constant_weights=True)
+    assert (seen(0), seen(1)) == (Overlap.WEIGHTS, Overlap.WEIGHTS)
+    service.overlap_launches(overlap=False, constant_weights=True)
+    assert seen(0) is Overlap.NONE
 
 
 def test_all_threads_share_one_default_service() -> None:

@@ -24,12 +24,14 @@ from deepgemm_jit.spec import (
     KernelSpec,
     Layout,
     Limits,
+    Overlap,
     StepProblem,
     is_gemm,
     kernel_set,
     limits_of,
     reachable,
     select,
+    selected,
 )
 
 pytestmark = pytest.mark.none
@@ -287,10 +289,33 @@ def test_a_plan_holds_all_that_any_m_on_any_device_selects(layout: Layout, group
     problem = GemmProblem(m=1, n=n, k=512, groups=groups, layout=layout, alignment=alignment)
     for sms in ((1,), (16, 78), (132, 148)):
         for max_m in (1, 63, 64, 65, 200, 3000):
-            asked = {select(replace(problem, m=m), _limits(count)) for m in range(1, max_m + 1) for count in sms}
+            limits = [replace(_limits(count), overlap=overlap) for count in sms for overlap in Overlap]
+            asked = {select(replace(problem, m=m), each) for m in range(1, max_m + 1) for each in limits}
             planned = reachable(problem, max_m, ARCH, sms)
             assert asked <= set(planned), f"max_m {max_m}, SMs {sms}"
             assert planned == tuple(sorted(asked)), f"max_m {max_m}, SMs {sms}: planned and never asked for"
+
+
+def test_how_launches_overlap_tells_splits_and_kernels_of_few_rows_apart() -> None:
+    def chosen(overlap: Overlap, n: int, k: int) -> tuple[str, int]:
+        found = selected(GemmProblem(m=16, n=n, k=k), replace(limits_of(ARCH, 132), overlap=overlap))
+        return found.spec.family, found.split_k
+
+    # Clusters of four fill the SMs, on which those of the next launch wait.
+    assert [chosen(overlap, 2112, 7168)[1] for overlap in Overlap] == [4, 2, 4]
+    assert [chosen(overlap, 1024, 7168)[1] for overlap in Overlap] == [4, 4, 4]
+    # Only kernels with swapped operands read weights before they wait.
+    families = [chosen(overlap, 32768, 512)[0] for overlap in Overlap]
+    assert families == [FP8_GEMM, FP8_GEMM, FP8_GEMM_SWAP_AB]
+
+
+def test_weights_of_groups_are_never_taken_for_constant() -> None:
+    for problem in (
+        GemmProblem(m=16, n=32768, k=512, groups=4, layout=Layout.MASKED),
+        GemmProblem(m=64, n=2112, k=7168, groups=4, layout=Layout.PREFIX_SUMS, alignment=16),
+    ):
+        limits = limits_of(ARCH, 132)
+        assert selected(problem, replace(limits, overlap=Overlap.WEIGHTS)) == selected(problem, limits)
 
 
 @pytest.mark.parametrize("layout", Layout)

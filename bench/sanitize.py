@@ -192,10 +192,14 @@ def watch(sanitizer: str, tool: str, folder: Path, timeout_s: float) -> dict[str
     here = [sys.executable, __file__, "--run-here", *(["--without-maps"] if TOOLS[tool] else [])]
     # The bindings look for entry points that a driver may lack, which is no fault of a kernel.
     kept = ["--kernel-name-exclude", f"kernel_substring={GEMMS}"] if TOOLS[tool] else []
+    # Each tensor in an allocation of its own: a read behind its end is none of a neighbour's.
+    environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", tool, *kept, "--report-api-errors", "no", "--error-exitcode", str(FOUND), *here]
     status: int | None = None
     # A session of its own: what the tool started must end with it.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         printed, _ = process.communicate(timeout=timeout_s)
         status = process.returncode

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from contract.sass import AWAITED_LOADS, FROM_REGISTERS, LOADS_AT_ARRIVALS, MOVED_DESCRIPTORS, STORES_BESIDE_PRODUCTS
+from contract.sass import (
+    ARRIVALS_BESIDE_PRODUCTS,
+    AWAITED_LOADS,
+    FROM_REGISTERS,
+    LOADS_AT_ARRIVALS,
+    MOVED_DESCRIPTORS,
+    STORES_BESIDE_PRODUCTS,
+)
 
 from deepgemm_jit.compiler import Compiled
 from deepgemm_jit.spec import (
@@ -50,7 +57,6 @@ def _fp8_gemm(spec: KernelSpec) -> dict[str, int]:
         **_roles(consumers),
         **_output(waves * block_n),
         **_UNIFORM,
-        LOADS_AT_ARRIVALS: int(row_scales),  # B scales per row, which a fence follows
     }
 
 
@@ -115,12 +121,14 @@ def _bf16_gemm(spec: KernelSpec) -> dict[str, int]:
 
 
 # Descriptors are made in uniform registers: moving them there costs each product more than it takes. Each GEMM waits once for the
-# kernels before it, gives no stage back from which it still loads, and waits for the group of a tile when it takes the tile.
+# kernels before it, gives no stage back from which it still loads or multiplies, and waits for the group of a tile when it takes
+# the tile.
 _UNIFORM = {
     MOVED_DESCRIPTORS: 0,
     FROM_REGISTERS: 0,
     "ACQBULK": 1,
     LOADS_AT_ARRIVALS: 0,
+    ARRIVALS_BESIDE_PRODUCTS: 0,
     AWAITED_LOADS: 0,
     STORES_BESIDE_PRODUCTS: 0,
 }

@@ -25,6 +25,9 @@ _FEW_INSTRUCTIONS = 16
 LOADS_AT_ARRIVALS = "LDS under way at an arrival"
 """Arrivals at shared-memory barriers in front of which nothing has waited for a load from shared memory."""
 
+ARRIVALS_BESIDE_PRODUCTS = "SYNCS.ARRIVE beside products"
+"""Arrivals at barriers between a product and the next wait for products: of a stage that it may still be reading."""
+
 STORES_BESIDE_PRODUCTS = "STSM beside products"
 """Stores of a finished tile between a product and the next wait for products: the tensor core works meanwhile."""
 
@@ -61,11 +64,12 @@ def instructions(image: bytes, nvdisasm: Path) -> Counter[str]:
         found[MOVED_DESCRIPTORS] = listed[products[0] : products[-1]].count("R2UR")
         found[LOADS_AT_ARRIVALS] = _loads_at_arrivals(listing)
         found[AWAITED_LOADS] = _awaited_loads(listing)
-        found[STORES_BESIDE_PRODUCTS] = _stores_beside_products(listed)
+        found[STORES_BESIDE_PRODUCTS] = _beside_products(listed, "STSM")
+        found[ARRIVALS_BESIDE_PRODUCTS] = _beside_products(listed, "SYNCS.ARRIVE")
     return found
 
 
-def _stores_beside_products(listed: list[str]) -> int:
+def _beside_products(listed: list[str], instruction: str) -> int:
     beside, found = False, 0
     for name in listed:
         if name.partition(".")[0].endswith("GMMA"):
@@ -73,7 +77,7 @@ def _stores_beside_products(listed: list[str]) -> int:
         elif name.startswith("WARPGROUP.DEPBAR"):
             beside = False
         else:
-            found += beside and name.startswith("STSM")
+            found += beside and name.startswith(instruction)
     return found
 
 
@@ -100,6 +104,6 @@ def _loads_at_arrivals(listing: str) -> int:
             found += bool(under_way)
         elif "LDS" in instruction and written < 6:
             under_way.add(written)
-        elif instruction.startswith("BRA"):  # what follows is reached from elsewhere
+        elif instruction.startswith(("BRA", "FENCE.VIEW.ASYNC")):  # what follows is reached from elsewhere, or after the loads
             under_way = set()
     return found

@@ -238,6 +238,12 @@ def group_rows(sizes: Sequence[int], alignment: int = 128, *, extra_rows: int = 
     return GroupedRows(tuple(sizes), tuple(starts), (end if ragged_end else round_up(end, alignment)) + extra_rows)
 
 
+def every_third_block_idle(block_m: int) -> GroupedRows:
+    """Place groups of one row block each, and rows of no group in every third block: more blocks than any GPU has SMs."""
+    starts = tuple(block_m * at for at in range(180) if at % 3)
+    return GroupedRows((block_m,) * len(starts), starts, 180 * block_m)
+
+
 def used_rows(counts: Sequence[int], max_m: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """Return (groups, max_m) flags: which rows of each group a mask uses."""
     return torch.arange(max_m, device=device) < torch.tensor(counts, device=device)[:, None]

@@ -11,7 +11,7 @@ if find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
 
 import torch
-from ops.reference import GroupedRows, Output, assert_close, group_rows, used_rows
+from ops.reference import GroupedRows, Output, assert_close, every_third_block_idle, group_rows, used_rows
 
 from deepgemm_jit import ops
 from deepgemm_jit.spec import BF16_GEMM, N_MAJOR, GemmProblem, KernelSpec, Layout, Selected, kernel_set, limits_of, select
@@ -230,10 +230,19 @@ def test_every_kernel_is_right_in_every_layout(
     assert set(asked) == {(layout, DTYPES, spec.flags)}
 
 
+@pytest.mark.parametrize("k", [8, 72, 264])  # one k-block, two, more than stages
 @pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
-def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_takes_more_tiles_than_blocks(spec: KernelSpec, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: Selected(spec))
-    check_dense(3300, 2056, 264, N_MAJOR in spec.flags)
+    check_dense(3300, 2056, k, N_MAJOR in spec.flags)
+
+
+@pytest.mark.parametrize("spec", GEMMS, ids=lambda spec: spec.name)
+def test_every_kernel_passes_over_rows_of_no_group(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: Selected(spec))
+    block_m = spec.block[0]
+    rows = every_third_block_idle(block_m)
+    check_contiguous(rows, 264, 264, N_MAJOR in spec.flags, prefix_sums=False, alignment=block_m)
 
 
 # --- how they are called

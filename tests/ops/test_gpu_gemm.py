@@ -18,6 +18,7 @@ from ops.reference import (
     Scaled,
     assert_close,
     clean_rows,
+    every_third_block_idle,
     group_rows,
     m_major,
     poison_rows,
@@ -253,10 +254,20 @@ def test_every_kernel_is_right_in_every_layout(
     assert set(asked) == {layout}
 
 
+@pytest.mark.parametrize("k_blocks", [1, 2, 7])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_kernel_takes_more_tiles_than_blocks(choice: Selected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_takes_more_tiles_than_blocks(choice: Selected, k_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if choice.split_k > k_blocks:
+        pytest.skip("each block of a cluster sums some k-blocks")
     monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: choice)
-    check_dense(2500, 2056, 784)
+    check_dense(2500, 2056, 128 * k_blocks - 112)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_kernel_passes_over_rows_of_no_group(choice: Selected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepgemm_jit.ops.launching.selected", lambda _problem, _limits: choice)
+    block_m = choice.spec.block[0]
+    check_contiguous(every_third_block_idle(block_m), 264, 528, prefix_sums=False, alignment=block_m)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -43,8 +43,8 @@ struct TokenStages {
 // Brings A and its scales, stage by stage: the stage's barrier expects kTokenArrivals<kBlockM>. One thread calls
 // `beside(tile, k_block, stage)` for what else a stage needs.
 //
-// Scales come through L1, a lane for each token. All blocks want the same few: those of eight k-blocks of one token lie in a line of
-// L2, which would have to be asked for each k-block of each tile.
+// Scales come through L1, a lane for each token. All blocks want the same few: those of eight k-blocks of up to four tokens lie in a
+// line of L2, which would have to be asked for each k-block of each tile.
 template <uint32_t kBlockM, uint32_t kBlockN, uint32_t kStages, class Scheduler, class Beside>
 __device__ inline void stream_tokens(const TensorMap& map_a, const TokenScales& scales, uint32_t rows, Scheduler& scheduler,
                                      const Part& part, const TokenStages& stages, const Beside& beside) {

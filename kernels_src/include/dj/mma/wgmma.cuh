@@ -45,8 +45,8 @@ __device__ inline void hold(uint32_t (&words)[kCount]) {
 }
 
 // Descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: address and offsets in units of 16 bytes, 8 rows lie 1024 bytes
-// after the 8 before, swizzle mode 1 in bits 62 and 63. What differs from tile to tile is in the lower half, and addresses of shared
-// memory leave the bits above theirs alone: 32-bit sums of halves lead to other tiles.
+// after the 8 before, swizzle mode 1 in bits 62 and 63. What differs from tile to tile is in the lower half, and addresses in the
+// shared memory of a block (below 2^18) leave the bits above theirs alone: 32-bit sums of halves lead to other tiles.
 constexpr uint64_t kDescriptorBase = (uint64_t(1) << 62) | (uint64_t(1024 / 16) << 32) | (uint64_t(1) << 16);
 
 __device__ inline uint32_t descriptor_half(uint32_t tile_address) { return uint32_t(kDescriptorBase) + (tile_address >> 4); }

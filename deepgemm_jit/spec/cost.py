@@ -9,7 +9,7 @@ with every tile; ``judge`` of ``bench/tiles.py`` and of ``bench/scattered.py`` t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -61,6 +61,8 @@ _SPLITS = {FP8_GEMM_SWAP_AB: (1, 2, 4)}
 
 _SPLIT_NS = {1: 0, 2: 1060, 4: 1135}
 """Partial sums that cross a cluster."""
+
+_NONE, _START, _WEIGHTS = Overlap  # by name: a member costs more to look up than what it is asked for
 
 _CROWDED_SPLIT = 4
 _CROWDED_NS = 1700
@@ -173,15 +175,14 @@ class Load(NamedTuple):
         """Return whether it matters how launches overlap."""
         return self.crowds or self.early_ns > 0
 
-    def costs_ns(self, sms_counts: Iterable[int], whole: bool, overlap: Overlap = Overlap.NONE) -> list[float]:
+    def costs_ns(self, sms_counts: Sequence[int], whole: bool, overlap: Overlap = _NONE) -> list[float]:
         """Return the time on each count of SMs, all there are or not; infinity if not even one cluster fits them."""
         # Once: a plan asks a hundred thousand times.
         tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, beside_ns, early_ns, crowds = self
-        if overlap is Overlap.WEIGHTS:
-            beside_ns -= early_ns
-        crowded_ns = _CROWDED_NS if crowds and overlap is Overlap.START else 0
         if not whole:
             per_sm = 1
+        if overlap is _WEIGHTS:
+            beside_ns -= early_ns
         root = 1.0 / power
         costs = []
         for sms in sms_counts:
@@ -192,8 +193,10 @@ class Load(NamedTuple):
             waves = -(-tiles // clusters) if whole_waves else tiles / clusters if tiles > clusters else 1.0
             if per_sm == 2:  # two at a time, unless one per SM is all there is
                 waves = 1.0 if tiles * blocks <= sms else waves * 2 * _SHARED_SM
-            cost = ((waves * wave_ns) ** power + moved) ** root + beside_ns
-            costs.append(cost + crowded_ns if tiles * blocks >= sms else cost)
+            costs.append(((waves * wave_ns) ** power + moved) ** root + beside_ns)
+        if crowds and overlap is _START:
+            used = tiles * blocks
+            costs = [cost + _CROWDED_NS if used >= sms else cost for cost, sms in zip(costs, sms_counts, strict=True)]
         return costs
 
 

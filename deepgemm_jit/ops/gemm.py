@@ -272,7 +272,8 @@ def _gemm(
     variant = (N_MAJOR,) if n_major and scales is None else ()
     problem = GemmProblem(rows, n, k, count, layout, alignment, _BF16 if scales is None else _FP8, variant)
     with call_on(a) as call:
-        chosen = kernel_for(call, problem)  # first: if it cannot be had, nothing is launched
+        copied = n_major and scales is not None
+        chosen = kernel_for(call, problem, own_b=copied)  # first: if it cannot be had, nothing is launched
         given = scales
         if scales is not None:
             a_scale, b_scale = scales
@@ -280,7 +281,6 @@ def _gemm(
                 b, b_scale = transposed_bytes(call, b), b_scale.transpose(-1, -2).contiguous()
             scales = as_m_major(call, a_scale), b_scale
         group_data = None if groups is None else groups.tensor
-        copied = n_major and scales is not None
         gemm, prepare = run_gemm(call, chosen, problem, a, b, out, group_data, scales, own_b=copied)
         if given is None or (scales is not None and scales[0] is given[0] and scales[1] is given[1]):
             remember(call, options, operands, chosen.kernel, gemm, prepare)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from deepgemm_jit.errors import DriverError, OperandError
 from deepgemm_jit.ops.checks import round_up
 from deepgemm_jit.runtime import GemmCall, Launch, LoadedKernel, Matrices, prepare_gemm
 from deepgemm_jit.service import Call, default_service
-from deepgemm_jit.spec import GemmProblem, KernelSpec, Layout, selected
+from deepgemm_jit.spec import GemmProblem, KernelSpec, Layout, Overlap, selected
 from deepgemm_jit.spec.kernel_set import blocks_per_sm
 
 _SCALE_ALIGNMENT = 4
@@ -51,9 +52,9 @@ def get_num_sms() -> int:
 def set_pdl(enabled: bool, *, constant_weights: bool = False) -> None:
     """Let GEMMs start while the kernels before them in the stream end (programmatic dependent launch), from the next call on.
 
-    A GEMM waits for the kernels before it before it reads or writes anything. Off by default; a kernel of someone else's that
-    asks for it itself may start while our GEMMs end in either case. Of few rows another kernel, or another split of K, may be the
-    faster one then, whose last bits may differ.
+    A GEMM waits for the kernels before it before it reads or writes anything, except B under ``constant_weights``. Off by
+    default; a kernel of someone else's that asks for it itself may start while our GEMMs end in either case. Selection knows the
+    setting: with few rows, or few columns, it may choose another kernel or another split of K, with which last bits may differ.
 
     Args:
         enabled: whether they may.
@@ -95,9 +96,15 @@ class Chosen(NamedTuple):
     split_k: int = 1
 
 
-def kernel_for(call: Call, problem: GemmProblem) -> Chosen:
-    """Return the kernel that selection finds for ``problem``, built and loaded first if need be."""
-    spec, split_k = selected(problem, call.limits)
+def kernel_for(call: Call, problem: GemmProblem, *, own_b: bool = False) -> Chosen:
+    """Return the kernel that selection finds for ``problem``, built and loaded first if need be.
+
+    ``own_b``: as in :func:`run_gemm`.
+    """
+    limits = call.limits
+    if own_b and limits.overlap is Overlap.WEIGHTS:
+        limits = replace(limits, overlap=Overlap.START)
+    spec, split_k = selected(problem, limits)
     return Chosen(call.kernel(spec), split_k)
 
 
@@ -135,12 +142,12 @@ def run_gemm(
         a_scales=None if scales is None else m_major_matrices(scales[0]),
         b_scales=None if scales is None else m_major_matrices(scales[1]) if row_scales else matrices(scales[1]),
     )
-    service = default_service()
-    spec = chosen.kernel.spec
-    early = service.constant_weights and problem.layout is Layout.DENSE and not own_b
+    spec, overlap = chosen.kernel.spec, call.limits.overlap
     prepare = partial(
-        prepare_gemm, spec, blocks_for(call, spec), service.maps,
-        split_k=chosen.split_k, dependent=service.overlaps, waits_for_tokens=early,
+        prepare_gemm, spec, blocks_for(call, spec), default_service().maps,
+        split_k=chosen.split_k,
+        dependent=overlap is not Overlap.NONE,
+        waits_for_tokens=overlap is Overlap.WEIGHTS and problem.layout is Layout.DENSE and not own_b,
     )  # fmt: skip
     call.launch(spec, prepare(gemm))
     return gemm, prepare

@@ -41,6 +41,7 @@ from deepgemm_jit.spec import (
     GemmProblem,
     KernelSpec,
     Layout,
+    Overlap,
     StepProblem,
     scattered_rows,
     select,
@@ -269,7 +270,7 @@ def steps_up(call: Call, sizes: Sizes, up: Half, tokens: Tokens, buffers: Buffer
     )
     return [
         # What comes before the first is not ours: it starts early only where the caller said so.
-        (route, partial(prepare_route, route, routing, dependent=default_service().overlaps)),
+        (route, partial(prepare_route, route, routing, dependent=call.limits.overlap is not Overlap.NONE)),
         (gather, partial(prepare_gather, gather, gathering)),
         _gemm(call, sizes, up, buffers.gathered, buffers.gathered_scales, buffers.projected, buffers.ends),
     ]
@@ -293,7 +294,7 @@ def steps_down(
 
     ``follows_up``: no kernel of anybody else's stands between the first half and these.
     """
-    early = follows_up or default_service().overlaps
+    early = follows_up or call.limits.overlap is not Overlap.NONE
     pairs = _pairs(sizes, index, buffers)
     steps: list[Step] = []
     a, a_scales = buffers.projected, 0

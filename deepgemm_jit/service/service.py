@@ -59,7 +59,7 @@ class KernelService:
         self._audits: dict[str, Audit] = {}
         self._homes: dict[Context, _Home] = {}
         self._sms_limit: int | None = None
-        self._overlaps = self._constant_weights = False
+        self._overlap = Overlap.NONE
         self._monitor = Monitor()
         self._built: dict[KernelSpec, Built] = {}
         self._failures: dict[KernelSpec, CompileError] = {}
@@ -202,12 +202,7 @@ class KernelService:
     @property
     def overlaps(self) -> bool:
         """Whether launches may start while the kernels before them in the stream end, see :meth:`overlap_launches`."""
-        return self._overlaps
-
-    @property
-    def constant_weights(self) -> bool:
-        """Whether such launches may read B before they wait, see :meth:`overlap_launches`."""
-        return self._constant_weights
+        return self._overlap is not Overlap.NONE
 
     def overlap_launches(self, overlap: bool, constant_weights: bool = False) -> None:
         """Let kernels that wait for those before them by themselves start while those end (programmatic dependent launch).
@@ -216,14 +211,19 @@ class KernelService:
             overlap: whether they may.
             constant_weights: no kernel of a stream writes B of a GEMM launched behind it: dense GEMMs may read it at once.
         """
-        self._overlaps = bool(overlap)
-        self._constant_weights = bool(constant_weights)
+        # At once: no call sees a promise that nobody has given.
+        self._overlap = Overlap.NONE if not overlap else Overlap.WEIGHTS if constant_weights else Overlap.START
         self._select_anew()
 
     def _select_anew(self) -> None:
         for home in list(self._homes.values()):
-            home.limits = self._limits_of(home.context)
+            self._renew_limits(home)
         self.forget_calls()
+
+    def _renew_limits(self, home: _Home) -> None:
+        # Until they are those of the settings now: another thread may set them meanwhile.
+        while home.limits != (limits := self._limits_of(home.context)):
+            home.limits = limits
 
     def forget_calls(self) -> None:
         """Forget what operations keep of their calls: the next one of each kind is checked and selected anew."""
@@ -279,13 +279,12 @@ class KernelService:
                 if other.handle == context.handle and other is not context:
                     self._homes.pop(other, None)
             home = self._homes.setdefault(context, _Home(context, self._limits_of(context)))
-            home.limits = self._limits_of(context)  # again, where a setting has come between and did not see it
+            self._renew_limits(home)  # a setting that came between did not see it
         return home
 
     def _limits_of(self, context: Context) -> Limits:
-        overlap = Overlap.NONE if not self._overlaps else Overlap.WEIGHTS if self._constant_weights else Overlap.START
         arch = arch_of(context.compute_capability).name
-        limits = Limits(arch, context.sms, context.shared_memory_bytes, overlap=overlap)
+        limits = Limits(arch, context.sms, context.shared_memory_bytes, overlap=self._overlap)
         if self._sms_limit is None or self._sms_limit >= limits.sms:
             return limits
         return replace(limits, sms=self._sms_limit, whole=False)

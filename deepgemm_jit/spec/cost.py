@@ -67,10 +67,14 @@ _NONE, _START, _WEIGHTS = Overlap  # by name: a member costs more to look up tha
 _CROWDED_SPLIT = 4
 _CROWDED_NS = 1700
 """Clusters of four blocks that fill the SMs, where those of the next launch already wait on them: 16 x 2112 x 7168 takes 8.5 us
-for 7.7 without them, where a split over two takes 7.5 for 8.4."""
+for 7.7 without them. That, and the 0.9 us that dependent launch saves elsewhere and not there: a split over two takes 7.5 us for
+8.4."""
 
 _EARLY_NS = 800
-"""What a tile of few tokens saves that reads its first weights before it waits: 16 x 32768 x 512 takes 5.9 us for 6.6."""
+"""What a tile of few tokens saves that reads its first weights before it waits: 16 x 32768 x 512 takes 6.1 us for 7.0 with a tile
+that does not (bench/results/decode.json)."""
+_EARLY_COLUMNS = 24576
+"""Of D, from which it does: 4096 x 7168 takes 5 % longer with weights that are read early, others of fewer columns are level."""
 
 _SHARED_SM = 0.791
 """Time of two blocks that share an SM over that of one after the other."""
@@ -146,10 +150,14 @@ class Option(NamedTuple):
         cached_ns = tiles * work.k_blocks * (self.block_m + self.columns) * BLOCK_K_BYTES / rates.l2
         read_ns = read_bytes / rates.memory * (1.0 if self.spec.cluster == 1 else rates.cluster)
         moved = cached_ns**rates.power + read_ns**rates.power
-        early_ns = _EARLY_NS if work.dense and self.spec.family in SWAPPED and row_blocks == 1 else 0
+        swapped_once = self.spec.family in SWAPPED and row_blocks == 1 and self.split_k == 1
+        early_ns = _EARLY_NS if work.dense and swapped_once and work.n >= _EARLY_COLUMNS else 0
+        crowded: tuple[Overlap, ...] = ()
+        if self.split_k == _CROWDED_SPLIT and not work.scattered:
+            crowded = (_START,) if work.dense else (_START, _WEIGHTS)
         return Load(
             tiles, self.blocks, self.per_sm, wave_ns, moved, rates.power, rates.whole_waves,
-            _SPLIT_NS[self.split_k], early_ns, crowds=self.split_k == _CROWDED_SPLIT and not work.scattered,
+            _SPLIT_NS[self.split_k], early_ns, crowded,
         )  # fmt: skip
 
 
@@ -168,17 +176,17 @@ class Load(NamedTuple):
     split_ns: int
     early_ns: int
     """Saved where weights are read before a launch waits."""
-    crowds: bool
-    """Whether clusters of the next launch get in the way."""
+    crowded: tuple[Overlap, ...]
+    """Where clusters of the next launch get in the way: they do not where weights are read early."""
 
     def is_told_apart(self) -> bool:
         """Return whether it matters how launches overlap."""
-        return self.crowds or self.early_ns > 0
+        return bool(self.crowded) or self.early_ns > 0
 
     def costs_ns(self, sms_counts: Sequence[int], whole: bool, overlap: Overlap = _NONE) -> list[float]:
         """Return the time on each count of SMs, all there are or not; infinity if not even one cluster fits them."""
         # Once: a plan asks a hundred thousand times.
-        tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, beside_ns, early_ns, crowds = self
+        tiles, blocks, per_sm, wave_ns, moved, power, whole_waves, beside_ns, early_ns, crowded = self
         if not whole:
             per_sm = 1
         if overlap is _WEIGHTS:
@@ -194,7 +202,7 @@ class Load(NamedTuple):
             if per_sm == 2:  # two at a time, unless one per SM is all there is
                 waves = 1.0 if tiles * blocks <= sms else waves * 2 * _SHARED_SM
             costs.append(((waves * wave_ns) ** power + moved) ** root + beside_ns)
-        if crowds and overlap is _START:
+        if overlap in crowded:
             used = tiles * blocks
             costs = [cost + _CROWDED_NS if used >= sms else cost for cost, sms in zip(costs, sms_counts, strict=True)]
         return costs

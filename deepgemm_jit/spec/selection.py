@@ -85,8 +85,9 @@ _FEW_ROWS = 64
 """Rows up to which tokens may be the columns of a product, and above which tall tiles may be."""
 
 MOST_FP4_ROWS = 32
-"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking. A forward of 32 DeepSeek-V3 experts
-takes 0.77 of the time with folded ones at 23 rows, 0.99 at 31.7 (bench/results/experts.json)."""
+"""Of a group that has any, with padding, up to which FP4 weights are worth unpacking: about where they stop to be. A forward of
+32 DeepSeek-V3 experts takes 0.69 of the time with folded ones at 23 rows and 1.02 at 31.7, one of 128 Qwen3 experts 0.66 at 16
+(bench/results/experts.json)."""
 
 _ANY = -1
 """Alignment of groups into which a tile may reach: their ends are known, so that it keeps nothing of what is not its own."""
@@ -197,10 +198,15 @@ def _refuse_types(problem: object, limits: object) -> None:
     """Refuse what is no problem or no limits; the sizes of a GEMM are looked at with their ranges."""
     faults = _problem_faults(problem)
     if isinstance(limits, Limits):
+        wanted: tuple[tuple[str, object, type, str], ...] = (
+            ("sms", limits.sms, int, "a whole number"),
+            ("shared_memory_bytes", limits.shared_memory_bytes, int, "a whole number"),
+            ("overlap", limits.overlap, Overlap, "a member of Overlap"),
+        )
         faults.extend(
-            f"{name} of the limits is {shown(value)}, needed: a whole number"
-            for name, value in (("sms", limits.sms), ("shared_memory_bytes", limits.shared_memory_bytes))
-            if not isinstance(value, int)
+            f"{name} of the limits is {shown(value)}, needed: {needed}"
+            for name, value, kind, needed in wanted
+            if not isinstance(value, kind)
         )
     else:
         faults.append(f"limits is {shown(limits)}, needed: Limits, for example those of limits_of")

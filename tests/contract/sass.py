@@ -104,6 +104,8 @@ def _loads_at_arrivals(listing: str) -> int:
             found += bool(under_way)
         elif "LDS" in instruction and written < 6:
             under_way.add(written)
-        elif instruction.startswith(("BRA", "FENCE.VIEW.ASYNC")):  # what follows is reached from elsewhere, or after the loads
+        # What follows a branch is reached from elsewhere. A fence.proxy.async, by PTX, orders the loads before it; that its
+        # instruction waits for them is taken from that.
+        elif instruction.startswith(("BRA", "FENCE.VIEW.ASYNC")):
             under_way = set()
     return found

@@ -336,6 +336,20 @@ def test_dependent_launch_is_on_and_off_from_the_next_call_on(driver: DriverDoub
     assert tuple(launch.dependent for launch in driver.launches) == wanted
 
 
+def test_a_call_that_was_kept_is_selected_anew_when_launches_overlap_otherwise(
+    driver: DriverDouble, streams: dict[int, int]
+) -> None:
+    operands = Operands(m=16, n=2112, k=7168)
+    try:
+        for overlap in ({"enabled": False}, {"enabled": True}, {"enabled": True, "constant_weights": True}):
+            ops.set_pdl(**overlap)
+            operands.run()
+            operands.run()
+    finally:
+        ops.set_pdl(False)
+    assert [launch.cluster for launch in driver.launches] == [4, 4, 2, 2, 4, 4]
+
+
 def test_a_launch_that_fails_is_an_error_and_not_made_twice(driver: DriverDouble, streams: dict[int, int]) -> None:
     operands = Operands(gpu=1)
     operands.run()

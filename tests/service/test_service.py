@@ -526,6 +526,29 @@ def test_selection_is_told_how_launches_overlap_in_contexts_seen_before_and_afte
     assert seen(0) is Overlap.NONE
 
 
+def test_settings_that_come_while_limits_are_made_are_not_lost(service: KernelService, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, limits_of_context = [], service._limits_of
+
+    def made_late(context: Any) -> Limits:
+        limits = limits_of_context(context)
+        made.append(limits)
+        if len(made) == 2:  # between what it says and what is done with it
+            service.limit_sms(24)
+            service.overlap_launches(overlap=True)
+        return limits
+
+    monkeypatch.setattr(service, "_limits_of", made_late)
+    with service.call(0, 0) as call:
+        assert (call.limits.sms, call.limits.overlap) == (24, Overlap.START)
+
+
+def test_no_promise_of_constant_weights_is_left_over_from_launches_that_did_not_overlap(service: KernelService) -> None:
+    service.overlap_launches(overlap=False, constant_weights=True)
+    service.overlap_launches(overlap=True)
+    with service.call(0, 0) as call:
+        assert call.limits.overlap is Overlap.START
+
+
 def test_all_threads_share_one_default_service() -> None:
     services: list[KernelService] = []
     assert in_threads(8, lambda number: services.append(default_service())) == []

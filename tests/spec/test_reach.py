@@ -80,6 +80,17 @@ def test_no_option_costs_more_on_more_sms(problem: GemmProblem) -> None:
                 assert costs == sorted(costs, reverse=True)
 
 
+def test_what_overlapping_launches_change_is_looked_at_for_each_way_to_overlap() -> None:
+    split, early = GemmProblem(m=1, n=2112, k=7168), GemmProblem(m=1, n=32768, k=512)
+    for problem, expected in ((split, True), (early, True), (replace(split, m=65), False), (replace(early, m=33), False)):
+        loads = [load for _option, load in looked_at(weighed(problem, ARCH), problem.m)]
+        assert any(load.is_told_apart() for load in loads) is expected
+        differs = [
+            load for load in loads if len({tuple(load.costs_ns((132,), whole=True, overlap=each)) for each in Overlap}) > 1
+        ]
+        assert all(load.is_told_apart() for load in differs) and bool(differs) is expected
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.layout.name}-{problem.n}-{problem.alignment}")
 def test_what_is_reachable_is_what_run_time_selects_and_no_more(problem: GemmProblem) -> None:
     asked: set[KernelSpec] = set()

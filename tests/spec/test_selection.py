@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -169,6 +170,7 @@ VALID = GemmProblem(m=128, n=128, k=128)
         (replace(VALID, layout=0, variant="row_scales"), _limits(), ["layout is 0", "variant is 'row_scales'"]),  # type: ignore[arg-type]
         (StepProblem([], ("f32",)), _limits(), ["family is []"]),  # type: ignore[arg-type]
         (StepProblem(SCALE_LAYOUT, (1,)), _limits(), ["dtypes is (1,)"]),  # type: ignore[arg-type]
+        (VALID, replace(_limits(), overlap="start"), ["overlap of the limits is 'start'"]),  # type: ignore[arg-type]
         (VALID, Limits(ARCH, [1], "1"), ["sms of the limits is [1]", "shared_memory_bytes of the limits is '1'"]),  # type: ignore[arg-type]
     ],
 )
@@ -304,18 +306,21 @@ def test_how_launches_overlap_tells_splits_and_kernels_of_few_rows_apart() -> No
     # Clusters of four fill the SMs, on which those of the next launch wait.
     assert [chosen(overlap, 2112, 7168)[1] for overlap in Overlap] == [4, 2, 4]
     assert [chosen(overlap, 1024, 7168)[1] for overlap in Overlap] == [4, 4, 4]
+    assert [chosen(overlap, 7168, 2048) for overlap in Overlap] == [chosen(Overlap.NONE, 7168, 2048)] * 3
     # Only kernels with swapped operands read weights before they wait.
     families = [chosen(overlap, 32768, 512)[0] for overlap in Overlap]
     assert families == [FP8_GEMM, FP8_GEMM, FP8_GEMM_SWAP_AB]
 
 
-def test_weights_of_groups_are_never_taken_for_constant() -> None:
-    for problem in (
-        GemmProblem(m=16, n=32768, k=512, groups=4, layout=Layout.MASKED),
-        GemmProblem(m=64, n=2112, k=7168, groups=4, layout=Layout.PREFIX_SUMS, alignment=16),
-    ):
-        limits = limits_of(ARCH, 132)
-        assert selected(problem, replace(limits, overlap=Overlap.WEIGHTS)) == selected(problem, limits)
+@pytest.mark.parametrize("layout", GROUPED)
+def test_weights_of_groups_are_never_taken_for_constant(layout: Layout) -> None:
+    told_apart = 0
+    for groups, n, k, m in itertools.product((2, 6, 32), (64, 512, 2112, 32768), (512, 7168, 16384), (1, 16, 64, 128)):
+        problem = GemmProblem(m, n, k, groups, layout, alignment=16 if layout is Layout.PREFIX_SUMS else 32)
+        none, start, weights = (selected(problem, replace(limits_of(ARCH, 132), overlap=overlap)) for overlap in Overlap)
+        assert weights == start
+        told_apart += start != none
+    assert told_apart or layout is Layout.PREFIX_SUMS  # whose forwards always overlap
 
 
 @pytest.mark.parametrize("layout", Layout)

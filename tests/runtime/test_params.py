@@ -48,16 +48,16 @@ FP8_MEMBERS = (
     ("b_scales", 31), ("b_scales_group_stride", 32), ("b_scales_row_stride", 33),
 )  # fmt: skip
 FP4_MEMBERS = (*FP8_MEMBERS[:3], ("fragments", 41), ("group_stride", 42), ("row_block_stride", 43))
-BF16_MEMBERS = ()
+WAITS = ("waits_for_tokens", 1)
 COMMON_MEMBERS = (
     ("d.data", 51), ("d.group_stride", 52), ("d.row_stride", 53), ("shape.group_data", 61), ("shape.m", 384), ("shape.n", 264),
-    ("shape.groups", 3), ("shape.layout", 1), ("shape.alignment", 128),
+    ("shape.groups", 3), ("shape.layout", 2), ("shape.alignment", 128),
 )  # fmt: skip
 STRUCT_OF = {
-    FP8_GEMM: ("dj::Fp8GemmArguments", FP8_MEMBERS),
-    FP8_GEMM_SWAP_AB: ("dj::Fp8GemmArguments", FP8_MEMBERS),
-    FP4_GEMM_SWAP_AB: ("dj::Fp4GemmArguments", FP4_MEMBERS),
-    BF16_GEMM: ("dj::Bf16GemmArguments", BF16_MEMBERS),
+    FP8_GEMM: ("dj::Fp8GemmArguments", (*FP8_MEMBERS, WAITS)),
+    FP8_GEMM_SWAP_AB: ("dj::Fp8GemmArguments", (*FP8_MEMBERS, WAITS)),
+    FP4_GEMM_SWAP_AB: ("dj::Fp4GemmArguments", (*FP4_MEMBERS, WAITS)),
+    BF16_GEMM: ("dj::Bf16GemmArguments", ()),
 }
 
 
@@ -77,9 +77,9 @@ def sent_to(spec: KernelSpec, size: int) -> bytes:
     maps = NoMaps()
     call = GemmCall(
         a=Matrices(11, 12, 13), b=Matrices(41, 42, 43), d=Matrices(51, 52, 53), group_data=61, m=384, n=264, k=656,
-        groups=3, layout=Layout.CONTIGUOUS, alignment=128, a_scales=Matrices(21, 22, 23), b_scales=Matrices(31, 32, 33),
+        groups=3, layout=Layout.PREFIX_SUMS, alignment=128, a_scales=Matrices(21, 22, 23), b_scales=Matrices(31, 32, 33),
     )  # fmt: skip
-    prepared = prepare_gemm(spec, 132, cast("TensorMaps", maps), call)
+    prepared = prepare_gemm(spec, 132, cast("TensorMaps", maps), call, waits_for_tokens=True)
     pointers = (ctypes.c_void_p * (maps.asked + 1)).from_address(prepared.params_pointer)
     return ctypes.string_at(pointers[maps.asked] or 0, size)
 

@@ -9,6 +9,10 @@ struct Output {
     uint16_t* data;        // bf16
     int64_t group_stride;  // elements
     int64_t row_stride;    // elements, a multiple of 8
+
+    __device__ uint16_t* at(uint32_t group, uint32_t row, uint32_t column) const {
+        return data + group * group_stride + row * row_stride + column;
+    }
 };
 
 // Columns that go through shared memory at a time: 128 bytes of a row.

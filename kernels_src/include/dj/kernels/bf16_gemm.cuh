@@ -169,8 +169,7 @@ struct Bf16Gemm {
         for (uint32_t wave = 0; wave < kWaves; ++wave) {
             const uint32_t row = tile.row + warp_row + wave * 64;
             if (row >= tile.row_end || (kCluster > 1 && tile.column >= arguments.shape.n)) continue;
-            uint16_t* rows =
-                arguments.d.data + tile.a_group * arguments.d.group_stride + row * arguments.d.row_stride + tile.column;
+            uint16_t* rows = arguments.d.at(tile.a_group, row, tile.column);
             store_rows<kBlockN>(pairs[wave], strip, rows, arguments.d.row_stride, tile.row_end - row,
                                 arguments.shape.n - tile.column);
         }

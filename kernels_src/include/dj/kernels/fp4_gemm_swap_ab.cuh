@@ -275,8 +275,7 @@ struct Fp4GemmSwapAb {
 
             const uint32_t column = tile.column + first_column;
             if (column >= arguments.shape.n) continue;  // the same in the whole warp
-            uint16_t* corner =
-                arguments.d.data + tile.a_group * arguments.d.group_stride + tile.row * arguments.d.row_stride + column;
+            uint16_t* corner = arguments.d.at(tile.a_group, tile.row, column);
 #pragma unroll
             for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
                 const uint32_t row = chunk * kRowsAtOnce;

@@ -293,9 +293,8 @@ struct Fp8GemmSwapAb {
             for (uint32_t i = 0; i < kBlockM / 2; ++i) totals[i] = 0.0f;
             multiply(self, ring, part.count, totals);
 
-            const Target target{
-                arguments.d.data + tile.a_group * arguments.d.group_stride + tile.row * arguments.d.row_stride + tile.column,
-                arguments.d.row_stride, tile.row_end - tile.row, arguments.shape.n - tile.column};
+            const Target target{arguments.d.at(tile.a_group, tile.row, tile.column), arguments.d.row_stride,
+                                tile.row_end - tile.row, arguments.shape.n - tile.column};
             if (split == 1) {
 #pragma unroll
                 for (uint32_t chunk = 0; chunk < kChunks; ++chunk)

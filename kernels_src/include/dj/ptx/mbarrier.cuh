@@ -59,21 +59,6 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
-// mbarrier.test_wait.parity: whether the phase of the given parity has completed.
-__device__ inline bool barrier_is_done(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 // Position in a ring of stages: the parity of a stage's barriers alternates each round.
 template <uint32_t kStages>
 struct StageRing {
